@@ -1,0 +1,159 @@
+"""An engine without weights that runs the entire cluster in tests, deterministically.
+
+Its KV holds one 64-bit word per slot, a hash of the token and its position. The hidden state at position p is
+
+    h(p) = Σ_{j ≤ p}  kv[slot of j] · odd(j)   mod 2^64,      slot of j = block_table[j // block_size] · block_size + j % block_size
+
+read back through the row's block table, so a wrong, swapped or stale block and an unwritten slot (they hold a poison
+word) all change h, and every logit is a hash of h. Printable ASCII ids share the likely logits with high entropy, so
+that a skipped or repeated token shows; end of sequence is likely after one context in EOS_PERIOD; all else is
+improbable but finite.
+
+Two engines agree wherever their contexts agree, save for the `disagreement` fraction of contexts (chosen by hash), where
+an engine answers from another hash: such an engine is a draft model with a known acceptance.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import torch
+
+from engine.batch import Batch, EngineInfo
+
+VOCAB_SIZE = 260
+EOS_TOKEN_ID = 257
+PRINTABLE = range(32, 127)
+EOS_PERIOD = 256
+
+_SPREAD = 4.0  # printable logits lie in [0, 4)
+_EOS_LOGIT = 6.0
+_IMPROBABLE = -30.0
+_POISON = np.uint64(0xDEADBEEFCAFEF00D)
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """splitmix64's finaliser, elementwise on uint64."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _uniform(x: np.ndarray) -> np.ndarray:
+    """float32 in [0, 1) from the upper 24 bits of uint64."""
+    return (x >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
+
+
+class FakeEngine:
+    """See the module's text. Takes `step_ms` + `token_us` per token of real time for each forward."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 512,
+        block_size: int = 16,
+        max_sequences: int = 256,
+        max_model_len: int = 4096,
+        step_ms: float = 0.0,
+        token_us: float = 0.0,
+        vocab_size: int = VOCAB_SIZE,
+        disagreement: float = 0.0,
+        fail_on_token_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        """A row whose context holds one of `fail_on_token_ids` gets NaN logits from there on; other rows are untouched."""
+        if vocab_size <= EOS_TOKEN_ID:
+            raise ValueError(f"vocab_size must exceed {EOS_TOKEN_ID}; got {vocab_size}")
+        if not 0 <= disagreement <= 1:
+            raise ValueError(f"disagreement must be in [0, 1]; got {disagreement}")
+        self._info = EngineInfo(
+            fingerprint="fake-1",
+            vocab_size=vocab_size,
+            max_model_len=max_model_len,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_sequences=max_sequences,
+        )
+        self._step_s = step_ms / 1e3
+        self._token_s = token_us / 1e6
+        self._disagreement = disagreement
+        self._fail_on = np.array(sorted(fail_on_token_ids), dtype=np.int64)
+        slots = np.arange(num_blocks * block_size, dtype=np.uint64)
+        self._kv = _mix(slots + _POISON)
+        self._failing = np.zeros(num_blocks * block_size, dtype=bool)
+        self._odd = _mix(np.arange(max_model_len, dtype=np.uint64) + _GOLDEN) | np.uint64(1)
+        self._token_keys = _mix(np.arange(vocab_size, dtype=np.uint64) * _GOLDEN)
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._info
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Write the batch's KV; float32 logits [L, vocab_size]. Ids or slots out of range raise IndexError."""
+        delay_s = self._step_s + self._token_s * len(batch.token_ids)
+        if delay_s > 0:
+            time.sleep(delay_s)
+        self._check_range(batch)
+        self._write(batch)
+        states, failing = self._read(batch)
+        logits = self._logits(states)
+        logits[failing] = np.nan
+        return torch.from_numpy(logits)
+
+    def corrupt_block(self, block_id: int) -> None:
+        """Change every word of a block, as if another sequence had written it: a test's fault."""
+        start = block_id * self._info.block_size
+        self._kv[start : start + self._info.block_size] ^= _POISON
+
+    def _check_range(self, batch: Batch) -> None:
+        # Negative indices would silently wrap around in numpy.
+        info = self._info
+        for name, values, end in (
+            ("token id", batch.token_ids, info.vocab_size),
+            ("position", batch.positions, info.max_model_len),
+            ("slot", batch.slot_mapping, info.num_blocks * info.block_size),
+            ("logit index", batch.logit_indices, len(batch.token_ids)),
+        ):
+            if len(values) and not (values.min() >= 0 and values.max() < end):
+                raise IndexError(f"{name} outside [0, {end}): {values.min()} … {values.max()}")
+
+    def _write(self, batch: Batch) -> None:
+        tokens = batch.token_ids.astype(np.uint64)
+        positions = batch.positions.astype(np.uint64)
+        self._kv[batch.slot_mapping] = _mix(tokens * _GOLDEN + positions + np.uint64(1))
+        if len(self._fail_on):
+            self._failing[batch.slot_mapping] = np.isin(batch.token_ids, self._fail_on)
+
+    def _read(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+        """h [L] at each wanted token, and whether its context holds a failing token [L]."""
+        states = np.zeros(len(batch.logit_indices), dtype=np.uint64)
+        failing = np.zeros(len(batch.logit_indices), dtype=bool)
+        rows = np.searchsorted(batch.query_starts, batch.logit_indices, side="right") - 1
+        offsets = np.arange(self._info.block_size)
+        for row in np.unique(rows):
+            wanted = np.flatnonzero(rows == row)
+            positions = batch.positions[batch.logit_indices[wanted]]
+            length = int(positions.max()) + 1
+            num_blocks = -(-length // self._info.block_size)
+            table = batch.block_tables[row][:num_blocks].astype(np.int64)
+            if len(table) < num_blocks or table.min() < 0 or table.max() >= self._info.num_blocks:
+                raise IndexError(f"row {row}: block table {table.tolist()} can't serve {length} tokens")
+            slots = (table[:, None] * self._info.block_size + offsets).reshape(-1)[:length]
+            states[wanted] = np.cumsum(self._kv[slots] * self._odd[:length], dtype=np.uint64)[positions]
+            if len(self._fail_on):
+                failing[wanted] = np.logical_or.accumulate(self._failing[slots])[positions]
+        return states, failing
+
+    def _logits(self, states: np.ndarray) -> np.ndarray:
+        states = _mix(states)
+        if self._disagreement > 0:
+            other = _mix(states + _GOLDEN)
+            states = np.where(_uniform(_mix(states ^ _POISON)) < self._disagreement, other, states)
+        noise = _uniform(_mix(states[:, None] ^ self._token_keys[None, :]))
+        logits = _IMPROBABLE - noise
+        printable = slice(PRINTABLE.start, PRINTABLE.stop)
+        logits[:, printable] = noise[:, printable] * np.float32(_SPREAD)
+        ends = _mix(states + np.uint64(1)) % np.uint64(EOS_PERIOD) == 0
+        logits[ends, EOS_TOKEN_ID] = _EOS_LOGIT
+        return logits.astype(np.float32, copy=False)
