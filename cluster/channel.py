@@ -1,0 +1,72 @@
+"""How a process calls another: channels that notice a dead peer, and the waits between attempts."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+
+# Ping every 2 s, give up 2 s later: a peer that is stopped or cut off, whose TCP connection looks fine, is seen in
+# under 5 s. Only our own servers allow such a pace (see cluster/server.py).
+KEEPALIVE_TIME_S = 2.0
+KEEPALIVE_TIMEOUT_S = 2.0
+
+_MAX_DOUBLINGS = 32
+
+
+def connect(
+    address: str,
+    *,
+    keepalive_time_s: float = KEEPALIVE_TIME_S,
+    keepalive_timeout_s: float = KEEPALIVE_TIMEOUT_S,
+    use_proxy: bool = False,
+    interceptors: Sequence[grpc.aio.ClientInterceptor] = (),
+    options: Sequence[tuple[str, Any]] = (),
+) -> grpc.aio.Channel:
+    """A plaintext channel to HOST:PORT; connects lazily and reconnects by itself. `options` go last and win.
+
+    Messages are unlimited in both directions: the receiving server has the say. HTTP proxies from the environment are
+    ignored unless asked for, since a cluster's own links never go through one.
+    """
+    return grpc.aio.insecure_channel(
+        address,
+        options=[
+            ("grpc.keepalive_time_ms", round(keepalive_time_s * 1000)),
+            ("grpc.keepalive_timeout_ms", round(keepalive_timeout_s * 1000)),
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.http2.max_pings_without_data", 0),
+            ("grpc.max_receive_message_length", -1),
+            ("grpc.max_send_message_length", -1),
+            ("grpc.initial_reconnect_backoff_ms", 100),
+            ("grpc.min_reconnect_backoff_ms", 1000),
+            ("grpc.max_reconnect_backoff_ms", 2000),
+            # Two channels of one process never share a connection, nor its failures.
+            ("grpc.use_local_subchannel_pool", 1),
+            ("grpc.enable_http_proxy", int(use_proxy)),
+            *options,
+        ],
+        interceptors=list(interceptors),
+    )
+
+
+def backoff_delay_s(attempt: int, *, first_s: float = 0.1, max_s: float = 2.0, chance: float | None = None) -> float:
+    """Seconds to wait before attempt number `attempt` (from 0): doubling from `first_s`, never above `max_s`.
+
+    Jittered to between half and all of it, so that peers that lost the same scheduler don't return in one instant.
+    `chance` in [0, 1) replaces the random draw.
+    """
+    if attempt < 0:
+        raise ValueError(f"attempts count from 0, not {attempt}")
+    full_s = min(max_s, first_s * 2.0 ** min(attempt, _MAX_DOUBLINGS))
+    drawn = random.random() if chance is None else chance
+    return full_s * (0.5 + 0.5 * drawn)
+
+
+async def backoff(attempt: int, *, first_s: float = 0.1, max_s: float = 2.0) -> float:
+    """Sleep `backoff_delay_s(attempt)`; return how long that was, in seconds."""
+    delay_s = backoff_delay_s(attempt, first_s=first_s, max_s=max_s)
+    await asyncio.sleep(delay_s)
+    return delay_s
