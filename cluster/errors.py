@@ -2,8 +2,8 @@
 
 A `TandemError` is what a part of the cluster says went wrong. `to_status` turns any exception into a
 `google.rpc.Status` with exactly one `ErrorInfo` (AIP-193: an UPPER_SNAKE reason, the domain, every dynamic value in its
-metadata) and each other detail at most once; `from_status` is its inverse, for errors that travel as items of internal streams and for
-clients. `abort` ends an RPC with it.
+metadata) and each other detail at most once; `from_status` is its inverse, for errors that travel as items of internal
+streams and for clients. `abort` ends an RPC with it.
 
     bad field                    INVALID_ARGUMENT    BadRequest       InvalidField
     unknown model                NOT_FOUND           ResourceInfo     NotFound
@@ -205,7 +205,7 @@ def to_status(error: BaseException) -> status_pb2.Status:
     status = status_pb2.Status(code=error.code.value[0], message=error.message)
     for detail in [info, *error.details()]:
         packed = AnyMessage()
-        packed.Pack(detail)
+        packed.Pack(detail, deterministic=True)
         status.details.append(packed)
     return status
 
@@ -214,8 +214,8 @@ def from_status(status: status_pb2.Status) -> TandemError:
     """The error behind a status, of the class that `to_status` was given; details it can't read are left out.
 
     A status that is not ours (gRPC's own RESOURCE_EXHAUSTED for a message too large, say) has no ErrorInfo of our
-    domain: it becomes a plain TandemError with the code's name as reason, except UNAVAILABLE, DEADLINE_EXCEEDED, CANCELLED,
-    UNIMPLEMENTED and INTERNAL, which mean the same whoever says them.
+    domain: it becomes a plain TandemError with the code's name as reason, except UNAVAILABLE, DEADLINE_EXCEEDED,
+    CANCELLED, UNIMPLEMENTED and INTERNAL, which mean the same whoever says them.
     """
     code = _CODES.get(status.code, grpc.StatusCode.UNKNOWN)
     info = _detail(status, error_details_pb2.ErrorInfo)
@@ -311,7 +311,7 @@ def _bounded_metadata(metadata: Mapping[str, object]) -> dict[str, str]:
 
 
 def _upper_snake(text: str) -> str:
-    return re.sub(r"[^A-Z0-9]+", "_", shorten(text, 32).upper()).strip("_") or "RESOURCE"
+    return re.sub(r"[^A-Z0-9]+", "_", text[:32].upper()).strip("_").lstrip("0123456789_") or "RESOURCE"
 
 
 def _detail(status: status_pb2.Status, kind: type[Any]) -> Any | None:
