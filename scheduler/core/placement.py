@@ -1,0 +1,79 @@
+"""Which worker takes a sequence: the longest cached prefix, weighed against load.
+
+The scheduler owns every pool, so hits are exact, not guessed. A worker's cost is in tokens to prefill:
+
+    cost = known − hit                       what this sequence would make it compute
+         + backlog                           what it must compute before
+         + row_cost × running                decode rows slow each other
+         + crossing_cost, if the sequence ran before on another numerics fingerprint
+
+The least cost wins; equal costs go to the lowest worker id, so that placement is a function of the state alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from scheduler.core.block_tables import blocks_for, find_prefix
+from scheduler.core.config import CoreConfig
+from scheduler.core.sequence import Sequence
+from scheduler.core.worker_state import WorkerState
+
+SUSPECT_CRASHES = 2
+"""a sequence that was part of so many crashes in a row runs with no other such sequence"""
+
+
+class Placement(NamedTuple):
+    """Where a sequence goes, and what is cached for it there."""
+
+    worker: WorkerState
+    prefix: tuple[list[int], list[bytes]]
+
+
+def is_eligible(sequence: Sequence, worker: WorkerState) -> bool:
+    """Whether the worker could ever run the sequence to its end."""
+    limit = sequence.limit if sequence.limit is not None else len(sequence.token_ids) + 1
+    return (
+        not worker.draining
+        and limit <= worker.spec.max_model_len
+        and blocks_for(limit, worker.spec.block_size) <= worker.spec.num_blocks
+    )
+
+
+def can_admit(
+    sequence: Sequence, worker: WorkerState, prefix: tuple[list[int], list[bytes]], config: CoreConfig
+) -> bool:
+    """Whether the worker has a slot and blocks for the sequence now, the watermark left untouched."""
+    if not worker.free_slots or worker.prefill_backlog >= 2 * config.token_budget:
+        return False
+    if sequence.crashes >= SUSPECT_CRASHES and any(one.crashes >= SUSPECT_CRASHES for one in worker.running):
+        return False
+    pool, hit = worker.pool, prefix[0]
+    limit = sequence.limit if sequence.limit is not None else len(sequence.token_ids) + 1
+    needed = blocks_for(min(limit, len(sequence.token_ids) + 1), pool.block_size) - len(hit)
+    kept = max(2, int(pool.num_blocks * config.watermark)) if worker.running or worker.leaving else 0
+    return pool.can_allocate(needed + pool.count_cached(hit) + kept)
+
+
+def choose_worker(sequence: Sequence, workers: Iterable[WorkerState], config: CoreConfig) -> Placement | None:
+    """The cheapest worker that can take the sequence now, or None."""
+    best: Placement | None = None
+    best_cost = 0
+    for worker in sorted(workers, key=lambda one: one.worker_id):
+        if not is_eligible(sequence, worker):
+            continue
+        prefix = find_prefix(sequence, worker.pool)
+        if not can_admit(sequence, worker, prefix, config):
+            continue
+        cost = (
+            len(sequence.token_ids)
+            - len(prefix[0]) * worker.spec.block_size
+            + worker.prefill_backlog
+            + config.row_cost * len(worker.running)
+        )
+        if sequence.fingerprint not in (None, worker.spec.fingerprint):
+            cost += config.crossing_cost
+        if best is None or cost < best_cost:
+            best, best_cost = Placement(worker, prefix), cost
+    return best

@@ -1,0 +1,202 @@
+"""Requests and sequences, and where a sequence stands.
+
+A request is what a client asked; each of its choices is one sequence. A sequence has *known* tokens (prompt and output,
+`token_ids`) and *computed* tokens (those whose KV is valid). Steps make computed catch up with known; whenever it does,
+at least one more token becomes known.
+
+    known        len(token_ids)                     tokens that exist
+    computed     applied results only               KV that is valid
+    prefill_end  known at admission                 where prefilling ends and decoding begins
+    planned      computed + prefill in flight       how far issued steps prefill
+    horizon      known + Σ in flight (1 + k)        most tokens that can be known once all issued steps are applied
+    limit        prompt + max_tokens                never passed
+
+`horizon` is what makes running ahead safe: blocks are reserved for it before a step is issued.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+
+class State(Enum):
+    """Where a sequence stands."""
+
+    HELD = auto()
+    """waits for choice 0 to compute the prompt they share"""
+    WAITING = auto()
+    """in the queue"""
+    RUNNING = auto()
+    """in a slot of a worker"""
+    LEAVING = auto()
+    """preempted; issued steps still contain it, then it waits again"""
+    CLOSING = auto()
+    """over; issued steps still contain it"""
+    DONE = auto()
+    """over, and nothing refers to it"""
+
+
+TRANSITIONS: dict[State, frozenset[State]] = {
+    State.HELD: frozenset({State.WAITING, State.DONE}),
+    State.WAITING: frozenset({State.RUNNING, State.DONE}),
+    State.RUNNING: frozenset({State.WAITING, State.LEAVING, State.CLOSING, State.DONE}),
+    State.LEAVING: frozenset({State.WAITING, State.CLOSING, State.DONE}),
+    State.CLOSING: frozenset({State.DONE}),
+    State.DONE: frozenset(),
+}
+
+
+class IllegalTransition(RuntimeError):
+    """A sequence was asked to move where its state does not lead."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSpec:
+    """What a request asks of the scheduler. Immutable."""
+
+    key: object
+    """names the request to the outside; hashable, unique among live requests"""
+    model: str
+    prompt_token_ids: tuple[int, ...]
+    params: object = None
+    """carried to the worker untouched"""
+    max_tokens: int | None = None
+    """most output tokens; None: as many as fit"""
+    wants_prompt_logprobs: bool = False
+    seed: int = 0
+    choices: tuple[tuple[int, tuple[int, ...]], ...] = ((0, ()),)
+    """(index, tokens already emitted) of each choice to run"""
+    priority: int = 0
+    """higher goes first"""
+    deadline: float | None = None
+    """on the clock of `now`"""
+    client: str = ""
+    cache_salt: str = ""
+    max_draft_tokens: int | None = None
+    """None: the cell's choice; 0: plain decoding"""
+    crashes: int = 0
+    """crashes in a row without a new token that it was part of, elsewhere"""
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A live request."""
+
+    spec: RequestSpec
+    arrival: int
+    """rises with each request; older goes first"""
+    submitted_at: float
+    sequences: dict[int, Sequence] = field(default_factory=dict)
+    """live choices by index"""
+    cached_tokens: int | None = None
+    """prompt tokens found cached at first admission"""
+    prompt_logprobs_done: int = 0
+    """prompt positions whose log-probabilities were delivered"""
+    held: list[Sequence] = field(default_factory=list)
+    """choices that wait for the first one to compute the prompt"""
+
+
+class Sequence:
+    """One choice of a live request. Slots only: the step loops touch it hundreds of times a step."""
+
+    __slots__ = (
+        "accepted",
+        "arrival",
+        "block_hashes",
+        "block_size",
+        "blocks",
+        "capacity",
+        "choice",
+        "computed",
+        "crashes",
+        "drafted",
+        "fingerprint",
+        "horizon",
+        "in_flight",
+        "last_crash_known",
+        "limit",
+        "num_prompt",
+        "planned",
+        "prefill_end",
+        "priority",
+        "register_at",
+        "request",
+        "resumptions",
+        "sampling_in_flight",
+        "sequence_id",
+        "slot",
+        "started",
+        "state",
+        "token_ids",
+        "worker_id",
+    )
+
+    def __init__(self, sequence_id: int, request: Request, choice: int, emitted: tuple[int, ...]) -> None:
+        spec = request.spec
+        self.sequence_id = sequence_id
+        self.request = request
+        self.choice = choice
+        self.token_ids: list[int] = [*spec.prompt_token_ids, *emitted]
+        self.num_prompt = len(spec.prompt_token_ids)
+        self.priority = spec.priority
+        self.arrival = (request.arrival, choice)
+        self.state = State.WAITING
+        self.limit: int | None = None if spec.max_tokens is None else self.num_prompt + spec.max_tokens
+        # What a worker holds of it.
+        self.worker_id: str | None = None
+        self.slot: int | None = None
+        self.blocks: list[int] = []
+        self.block_hashes: list[bytes] = []
+        self.block_size = 0
+        self.capacity = 0
+        self.register_at = 0
+        self.computed = 0
+        self.planned = 0
+        self.prefill_end = 0
+        self.horizon = len(self.token_ids)
+        self.in_flight = 0
+        self.sampling_in_flight = 0
+        # Its history.
+        self.fingerprint: str | None = None
+        self.started = False
+        self.drafted = 0
+        self.accepted = 0
+        self.resumptions = 0
+        self.crashes = spec.crashes
+        self.last_crash_known = -1
+
+    def __repr__(self) -> str:
+        return f"<sequence {self.sequence_id} {self.state.name} {self.computed}/{len(self.token_ids)}>"
+
+    @property
+    def num_output(self) -> int:
+        """Tokens emitted so far."""
+        return len(self.token_ids) - self.num_prompt
+
+    @property
+    def order(self) -> tuple[int, tuple[int, int]]:
+        """Sorts by who goes first: higher priority, then older."""
+        return (-self.priority, self.arrival)
+
+    def move(self, state: State) -> None:
+        """Change state; raises IllegalTransition where the table has no such arrow."""
+        if state not in TRANSITIONS[self.state]:
+            raise IllegalTransition(f"sequence {self.sequence_id}: {self.state.name} → {state.name}")
+        self.state = state
+
+    def forget_placement(self) -> None:
+        """Back to holding nothing on any worker. The caller has returned blocks and slot."""
+        self.worker_id = None
+        self.slot = None
+        self.blocks = []
+        self.block_hashes = []
+        self.block_size = 0
+        self.capacity = 0
+        self.register_at = 0
+        self.computed = 0
+        self.planned = 0
+        self.prefill_end = 0
+        self.horizon = len(self.token_ids)
+        self.in_flight = 0
+        self.sampling_in_flight = 0
