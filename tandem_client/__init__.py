@@ -1,0 +1,47 @@
+"""A small typed client of a Tandem cluster.
+
+from tandem_client import SyncTandemClient
+
+with SyncTandemClient("127.0.0.1:50051") as client:
+    print(client.generate("Once upon a time", max_tokens=64, temperature=0.7, seed=1).text)
+"""
+
+from cluster.errors import TandemError
+from tandem_client.client import DEFAULT_TARGET, TandemClient
+from tandem_client.resume import collect
+from tandem_client.retry import NO_RETRY, RetryPolicy
+from tandem_client.sync import SyncTandemClient
+from tandem_client.types import (
+    Choice,
+    Chunk,
+    Delta,
+    FinishReason,
+    Generation,
+    Message,
+    Model,
+    PositionLogprobs,
+    Request,
+    TokenLogprob,
+    Usage,
+)
+
+__all__ = [
+    "DEFAULT_TARGET",
+    "NO_RETRY",
+    "Choice",
+    "Chunk",
+    "Delta",
+    "FinishReason",
+    "Generation",
+    "Message",
+    "Model",
+    "PositionLogprobs",
+    "Request",
+    "RetryPolicy",
+    "SyncTandemClient",
+    "TandemClient",
+    "TandemError",
+    "TokenLogprob",
+    "Usage",
+    "collect",
+]

@@ -1,0 +1,71 @@
+"""The client without an event loop, against a scripted gateway on a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from cluster import errors
+from tandem_client import SyncTandemClient
+
+
+@pytest.fixture
+def running(scripted: Any) -> Iterator[tuple[Any, str]]:
+    """A gateway that breaks its first stream, and its address."""
+    gateway = scripted.ScriptedGateway(breaks={0: (3, scripted.draining)})
+    loop = asyncio.new_event_loop()
+    stop = asyncio.Event()
+    started = threading.Event()
+    addresses: list[str] = []
+
+    async def serve() -> None:
+        async with scripted.serving(gateway) as (address, _):
+            addresses.append(address)
+            started.set()
+            await stop.wait()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
+    thread.start()
+    assert started.wait(10)
+    yield gateway, addresses[0]
+    loop.call_soon_threadsafe(stop.set)
+    thread.join()
+    loop.close()
+
+
+def test_a_stream_is_an_iterator_and_survives_a_break(running: tuple[Any, str], scripted: Any) -> None:
+    gateway, address = running
+    with SyncTandemClient(address, retry=scripted.FAST_RETRY) as client:
+        text = "".join(chunk.text for chunk in client.stream("hi"))
+        assert text == "".join(scripted.answer_text(0, i) for i in range(12))
+        assert len(gateway.requests) == 2
+        answer = client.generate("hi")
+        assert answer.text == text
+        assert client.tokenize("ab") == (97, 98)
+        assert client.detokenize([97]) == "a"
+        assert client.models()[0].name == "scripted"
+
+
+def test_closing_a_stream_cancels_it(running: tuple[Any, str]) -> None:
+    gateway, address = running
+    gateway.breaks = {}
+    gateway.hang_after = 2
+    with SyncTandemClient(address) as client:
+        stream = client.stream("hi")
+        next(stream)
+        stream.close()
+        stream = client.stream("hi")
+        next(stream)
+        with pytest.raises(KeyboardInterrupt):
+            stream.throw(KeyboardInterrupt())
+    assert gateway.num_cancelled == 2
+
+
+def test_errors_are_raised_in_the_caller(scripted: Any) -> None:
+    with SyncTandemClient("127.0.0.1:1", retry=scripted.FAST_RETRY) as client, pytest.raises(errors.Unavailable):
+        client.generate("hi")
+    client.close()
