@@ -2,15 +2,16 @@
 
 Its KV holds one 64-bit word per slot, a hash of the token and its position. The hidden state at position p is
 
-    h(p) = Σ_{j ≤ p}  kv[slot of j] · odd(j)   mod 2^64,      slot of j = block_table[j // block_size] · block_size + j % block_size
+    h(p) = Σ_{j ≤ p}  kv[slot(j)] · odd(j)   mod 2^64
+    slot(j) = block_table[j // block_size] · block_size + j % block_size
 
 read back through the row's block table, so a wrong, swapped or stale block and an unwritten slot (they hold a poison
 word) all change h, and every logit is a hash of h. Printable ASCII ids share the likely logits with high entropy, so
 that a skipped or repeated token shows; end of sequence is likely after one context in EOS_PERIOD; all else is
 improbable but finite.
 
-Two engines agree wherever their contexts agree, save for the `disagreement` fraction of contexts (chosen by hash), where
-an engine answers from another hash: such an engine is a draft model with a known acceptance.
+Two engines agree wherever their contexts agree, save for the `disagreement` fraction of contexts (chosen by hash),
+where an engine answers from another hash: such an engine is a draft model with a known acceptance.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ def _mix(x: np.ndarray) -> np.ndarray:
     """splitmix64's finaliser, elementwise on uint64."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    mixed: np.ndarray = x ^ (x >> np.uint64(31))
+    return mixed
 
 
 def _uniform(x: np.ndarray) -> np.ndarray:
@@ -62,7 +64,7 @@ class FakeEngine:
         disagreement: float = 0.0,
         fail_on_token_ids: frozenset[int] = frozenset(),
     ) -> None:
-        """A row whose context holds one of `fail_on_token_ids` gets NaN logits from there on; other rows are untouched."""
+        """A row whose context holds one of `fail_on_token_ids` gets NaN logits from there on; others are untouched."""
         if vocab_size <= EOS_TOKEN_ID:
             raise ValueError(f"vocab_size must exceed {EOS_TOKEN_ID}; got {vocab_size}")
         if not 0 <= disagreement <= 1:

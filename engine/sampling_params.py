@@ -12,7 +12,7 @@ GREEDY_BELOW = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Validated once, here; a bad value raises ValueError that names its field. The defaults sample plainly at T = 1."""
+    """Validated once, here; a bad value raises ValueError that names its field. Defaults: plain sampling at T = 1."""
 
     temperature: float = 1.0
     """0 is greedy"""
