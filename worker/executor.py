@@ -1,0 +1,226 @@
+"""Runs one step: applies a plan to the slot table, drives the engine, verifies, and says what came of it.
+
+    releases → admissions → rows            the order within a step
+    plan rows → forward → sample → verify   once for all rows together
+
+Rows are independent: a row whose data is bad becomes a failure of its own, and when the engine itself raises, the rows
+are split in halves until the culprits stand alone (a forward pass may be repeated, it writes the same KV). An engine
+that fails on everything, twice in a row, raises EngineBroken: then the process should end, so that its sequences
+resume elsewhere.
+
+Synchronous; one thread owns it, the engine and the slot table (worker/stepping.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from cluster.logs import event
+from engine.batch import Engine
+from engine.sampler import SampleResult, SampleRow, sample
+from worker.batching import RowPlan, build_batch
+from worker.sequences import Sequence, SequenceTable
+from worker.settlement import Settlement
+from worker.steps import Step, StepOutcome
+
+logger = logging.getLogger(__name__)
+
+BROKEN_AFTER = 2
+"""rows that failed alone, with no success in between, after which the engine itself is to blame"""
+
+
+class EngineBroken(RuntimeError):
+    """The engine failed on every row it was given, more than once in a row."""
+
+
+class Drafting(Protocol):
+    """Who knows drafts. Called from the executor's thread only; no call blocks or raises."""
+
+    def tail(self, slot: int, tokens: list[int], limit: int) -> list[int]:
+        """At most `limit` guessed tokens to follow `tokens`, all the sequence's known ones; often none."""
+        ...
+
+    def follow(self, sequence: Sequence, max_draft_tokens: int) -> None:
+        """The known tokens are what they are now; drafts of this length are wanted (0: none at the moment)."""
+        ...
+
+    def forget(self, slot: int) -> None:
+        """No drafts are wanted for this slot any more; harmless if they never were."""
+        ...
+
+    def flush(self) -> None:
+        """Pass on what was noted since the last flush."""
+        ...
+
+
+class NoDrafting:
+    """Plain decoding."""
+
+    def tail(self, slot: int, tokens: list[int], limit: int) -> list[int]:
+        return []
+
+    def follow(self, sequence: Sequence, max_draft_tokens: int) -> None:
+        return
+
+    def forget(self, slot: int) -> None:
+        return
+
+    def flush(self) -> None:
+        return
+
+
+class Executor:
+    """The engine, its slot table and its drafts."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        sequences: SequenceTable,
+        drafting: Drafting,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.engine = engine
+        self.sequences = sequences
+        self.drafting = drafting
+        self._clock = clock
+        self._failed_in_a_row = 0
+
+    def run(self, step: Step) -> StepOutcome:
+        """Execute one step. Raises EngineBroken, and nothing else for whatever a row holds."""
+        began_s = self._clock()
+        settlement = Settlement(step, self.sequences.limits.max_model_len)
+        for slot in step.released_slots:
+            self.sequences.release(slot)
+            self.drafting.forget(slot)
+        for admission in step.admissions:
+            self.drafting.forget(admission.slot)
+            self.sequences.admit(admission)
+        plans = self._plan(step, settlement)
+        self.drafting.flush()
+        if plans:
+            self._compute_all(plans, settlement)
+            self._tell_drafting(plans)
+        return settlement.outcome(self._clock() - began_s)
+
+    # ------------------------------------------------------------------------------------------------------ planning
+
+    def _plan(self, step: Step, settlement: Settlement) -> list[RowPlan]:
+        """The rows that have something to compute; failed and ended ones are settled here."""
+        plans: list[RowPlan] = []
+        seen: set[int] = set()
+        taken = 0
+        for row, slot in enumerate(step.slots):
+            num_new = step.num_new_blocks[row]
+            sequence = self.sequences.get(slot)
+            if sequence is None or slot in seen:
+                taken += num_new
+                continue
+            seen.add(slot)
+            if num_new:
+                if not sequence.ended:
+                    self.sequences.append_blocks(sequence, step.new_block_ids[taken : taken + num_new])
+                taken += num_new
+            if sequence.ended:
+                settlement.settle_ended(row, sequence)
+                continue
+            plan = self._plan_row(row, sequence, step.num_prefill_tokens[row], step.max_draft_tokens[row])
+            if plan is not None:
+                plans.append(plan)
+        return plans
+
+    def _plan_row(self, row: int, sequence: Sequence, num_prefill: int, max_draft: int) -> RowPlan | None:
+        """What a row computes, clamped to what exists and to its blocks; None when that is nothing."""
+        capacity = self.sequences.capacity(sequence)
+        start, known = sequence.computed, sequence.known
+        wanted = known - start if num_prefill == 0 else min(num_prefill, known - start)
+        num_known = min(wanted, capacity - start)
+        if num_known < 1:
+            return None
+        plan = RowPlan(row, sequence, start, num_known, max_draft_tokens=max_draft)
+        plan.samples = start + num_known == known
+        plan.wants_prompt_logprobs = sequence.params.prompt_logprobs is not None and start < sequence.num_prompt
+        if plan.samples and num_prefill == 0 and max_draft > 0:
+            # A sequence that is not followed yet is from here on, so that drafts grow while this step runs.
+            self.drafting.follow(sequence, max_draft)
+            limit = min(max_draft, capacity - known, sequence.tokens_left(self.sequences.limits.max_model_len) - 1)
+            if limit > 0:
+                plan.draft = self._usable(self.drafting.tail(sequence.slot, sequence.tokens, limit), limit)
+        return plan
+
+    def _usable(self, draft: list[int], limit: int) -> list[int]:
+        """A draft may be anything, but it must not reach the engine with ids that do not exist."""
+        vocab_size = self.sequences.limits.vocab_size
+        draft = draft[:limit]
+        for index, token_id in enumerate(draft):
+            if not 0 <= token_id < vocab_size:
+                return draft[:index]
+        return draft
+
+    def _tell_drafting(self, plans: list[RowPlan]) -> None:
+        """What the step made known, so that drafts grow until the next one."""
+        for plan in plans:
+            if plan.sequence.ended:
+                self.drafting.forget(plan.sequence.slot)
+            elif plan.samples:
+                self.drafting.follow(plan.sequence, plan.max_draft_tokens)
+        self.drafting.flush()
+
+    # ----------------------------------------------------------------------------------------------------- computing
+
+    def _compute_all(self, plans: list[RowPlan], settlement: Settlement) -> None:
+        """Compute and settle all rows. Raises EngineBroken when not one of several attempts succeeded."""
+        with torch.inference_mode():
+            num_failed = self._compute(plans, settlement)
+        self._failed_in_a_row = 0 if num_failed < len(plans) else self._failed_in_a_row + num_failed
+        if self._failed_in_a_row >= BROKEN_AFTER:
+            raise EngineBroken(f"the engine failed on {self._failed_in_a_row} rows in a row and on nothing else")
+
+    def _compute(self, plans: list[RowPlan], settlement: Settlement) -> int:
+        """Forward, sample and settle; on an exception, halve until the culprits stand alone. Returns how many do."""
+        try:
+            logits, sampled = self._forward(plans)
+        except Exception as error:
+            if len(plans) > 1:
+                middle = len(plans) // 2
+                return self._compute(plans[:middle], settlement) + self._compute(plans[middle:], settlement)
+            event(logger, "a row failed in the engine", level=logging.ERROR, error=error, row=plans[0].row)
+            settlement.fail(plans[0], "ENGINE_FAILED", "the engine failed on this sequence")
+            return 1
+        settlement.settle(plans, logits, sampled)
+        return 0
+
+    def _forward(self, plans: list[RowPlan]) -> tuple[torch.Tensor, SampleResult]:
+        """Logits [L, V] of all rows, and one sampled token for each position that samples, row after row."""
+        batch = build_batch(plans, self.sequences.block_tables, self.sequences.limits.block_size)
+        logits = self.engine.forward(batch)
+        rows: list[SampleRow] = []
+        for plan in plans:
+            if plan.samples:
+                _append_sample_rows(rows, plan)
+        return logits, sample(_sampling_logits(logits, plans), rows)
+
+
+def _append_sample_rows(rows: list[SampleRow], plan: RowPlan) -> None:
+    """One row for each sampled position; position j takes the first j draft tokens as its output so far."""
+    sequence, draft = plan.sequence, plan.draft
+    params, seed, tokens, num_prompt = sequence.params, sequence.choice_seed, sequence.tokens, sequence.num_prompt
+    first = len(tokens) - num_prompt
+    for j in range(len(draft) + 1):
+        rows.append(SampleRow(params, seed, first + j, tokens, num_prompt, draft[:j]))
+
+
+def _sampling_logits(logits: torch.Tensor, plans: list[RowPlan]) -> torch.Tensor:
+    """Those logits that sample: the last num_sampled of each row's."""
+    if not any(plan.wants_prompt_logprobs for plan in plans):
+        return logits
+    indices: list[int] = []
+    end = 0
+    for plan in plans:
+        end += plan.num_logits
+        indices.extend(range(end - plan.num_sampled, end))
+    return logits[indices]

@@ -1,0 +1,140 @@
+"""The step thread: owns the engine, runs issued steps one after the other, and tells the event loop what came of them.
+
+    loop thread      submit(step) ──▶ queue (at most MAX_QUEUED) ──▶ step thread: Executor.run ──▶ on_outcome (loop thread)
+
+Step n + 1 starts after n has ended, never before. A step that has started always ends; queued ones can be dropped. When
+the engine is beyond repair, or the code is wrong, the thread ends with its error in `failed`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from cluster.logs import event
+from worker.executor import Executor
+from worker.steps import Step, StepOutcome
+
+logger = logging.getLogger(__name__)
+
+MAX_QUEUED = 2
+"""issued steps: one that runs and the next"""
+
+
+class TooManySteps(RuntimeError):
+    """The scheduler issued more steps than the protocol allows."""
+
+
+class StepThread:
+    """See the module's text. All public methods are for the event loop's thread."""
+
+    def __init__(self, on_outcome: Callable[[StepOutcome], None]) -> None:
+        """on_outcome is called on the event loop, in the order of the steps."""
+        self._loop = asyncio.get_running_loop()
+        self._on_outcome = on_outcome
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._executor: Executor | None = None
+        self._issued = 0
+        self._generation = 0
+        self._running_since_s: float | None = None
+        self.failed: asyncio.Future[BaseException] = self._loop.create_future()
+        """resolves with what ended the thread, if anything but `stop` does"""
+        self._thread = threading.Thread(target=self._run, name="step", daemon=True)
+        self._thread.start()
+
+    async def load(self, make: Callable[[], Executor]) -> Executor:
+        """Build the executor on the step thread, which then owns it; its exception is raised here."""
+        self._executor = await self._call(make)
+        return self._executor
+
+    def submit(self, step: Step) -> None:
+        """Queue a step. Raises TooManySteps beyond the protocol's depth."""
+        if self._issued >= MAX_QUEUED:
+            raise TooManySteps(f"{self._issued} steps are issued and not finished")
+        self._issued += 1
+        generation = self._generation
+        self._jobs.put(lambda: self._run_step(step, generation))
+
+    async def settle(self) -> None:
+        """Drop the queued steps and return when the running one has ended; its outcome is delivered before."""
+        self._generation += 1
+        await self._call(lambda: None)
+        self._issued = 0
+
+    async def call(self, function: Callable[[Executor], Any]) -> Any:
+        """Run a function on the step thread, between steps."""
+        executor = self._executor
+        if executor is None:
+            raise RuntimeError("the engine is not loaded")
+        return await self._call(lambda: function(executor))
+
+    def running_step_s(self) -> float:
+        """Seconds that the running step has taken so far; 0 when idle."""
+        since_s = self._running_since_s
+        return 0.0 if since_s is None else time.monotonic() - since_s
+
+    def stop(self) -> None:
+        """Let the thread end after what is queued."""
+        self._jobs.put(None)
+
+    def _call(self, function: Callable[[], Any]) -> asyncio.Future[Any]:
+        result: asyncio.Future[Any] = self._loop.create_future()
+
+        def run() -> None:
+            try:
+                value = function()
+            except BaseException as error:
+                self._post(_resolve, result, None, error)
+            else:
+                self._post(_resolve, result, value, None)
+
+        self._jobs.put(run)
+        return result
+
+    def _run(self) -> None:
+        while True:
+            job = self._jobs.get()
+            if job is None:
+                return
+            try:
+                job()
+            except BaseException as error:
+                event(logger, "the step thread ended", level=logging.ERROR, error=error)
+                self._post(_resolve, self.failed, error, None)
+                return
+
+    def _run_step(self, step: Step, generation: int) -> None:
+        if generation != self._generation or self._executor is None:
+            return
+        self._running_since_s = time.monotonic()
+        try:
+            outcome = self._executor.run(step)
+        finally:
+            self._running_since_s = None
+        self._post(self._deliver, outcome, generation)
+
+    def _deliver(self, outcome: StepOutcome, generation: int) -> None:
+        if generation == self._generation:
+            self._issued -= 1
+        self._on_outcome(outcome)
+
+    def _post(self, function: Callable[..., None], *arguments: Any) -> None:
+        try:
+            self._loop.call_soon_threadsafe(function, *arguments)
+        except RuntimeError:
+            # The loop is closed: the process is about to end and nobody listens.
+            return
+
+
+def _resolve(future: asyncio.Future[Any], value: Any, error: BaseException | None) -> None:
+    if future.done():
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(value)

@@ -1,0 +1,290 @@
+"""What the worker has told its draft worker, and the tails it got back. No clock, no network; safe between two threads.
+
+The executor's thread says what became known (`follow`, `forget`) and takes tails (`tail`); the link's loop takes what
+is to be sent (`drain`) and brings tails in (`receive`). Each call holds the lock for microseconds.
+
+    told      |===prompt===|==output==|         length `told`; its hashes are kept for the last HASHES_KEPT lengths
+    tail                base |~~~~guess~~~~|    usable iff its generation is the slot's, hash(base) is ours and the
+    known     |===prompt===|==output==|         guess agrees with what was committed beyond base; the rest is the draft
+
+Everything is bounded: a slot has one pending opening or one run of pending commits, which concatenate; a run beyond
+MAX_PENDING_TOKENS drops the slot, which opens anew at its next row. So does a slot that no fresh tail has come for in
+MAX_TOKENS_BEHIND tokens. At most MAX_OPENS_PER_DRAIN openings wait, since each costs the draft worker a prefill.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from worker.prefix_hash import extend, prefix_hash
+from worker.sequences import Sequence
+
+HASHES_KEPT = 128
+MAX_PENDING_TOKENS = 256
+MAX_TOKENS_BEHIND = 128
+MAX_OPENS_PER_DRAIN = 16
+MAX_IDLE_ROWS = 64
+"""rows in a row without a draft budget after which a slot is closed"""
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """A sequence to follow."""
+
+    slot: int
+    generation: int
+    token_ids: list[int]
+    num_prompt_tokens: int
+    seed: int
+    temperature: float
+    max_draft_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Tokens that became known after `base` others."""
+
+    slot: int
+    generation: int
+    base: int
+    token_ids: list[int]
+    prefix_hash: int
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """A sequence to forget."""
+
+    slot: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """A guess."""
+
+    slot: int
+    generation: int
+    base: int
+    prefix_hash: int
+    token_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """What to send, in this order."""
+
+    closes: list[Close]
+    opens: list[Open]
+    commits: list[Commit]
+
+    def __bool__(self) -> bool:
+        return bool(self.closes or self.opens or self.commits)
+
+
+@dataclass(slots=True)
+class _Followed:
+    """A slot that the draft worker follows, or will once its opening is sent."""
+
+    generation: int
+    max_draft_tokens: int
+    first_hashed: int
+    """hashes[i] is the prefix hash at length first_hashed + i"""
+    hashes: list[int]
+    opening: Open | None
+    """not sent yet; later commits go into it"""
+    pending_base: int = 0
+    pending: list[int] = field(default_factory=list)
+    heard: int = 0
+    """longest base of a tail that came; before one, the length at the opening"""
+    idle_rows: int = 0
+    tail: Tail | None = None
+
+    @property
+    def told(self) -> int:
+        return self.first_hashed + len(self.hashes) - 1
+
+    def learn(self, token_ids: list[int]) -> None:
+        """Extend the hashes; keep only the last."""
+        value = self.hashes[-1]
+        for token_id in token_ids:
+            value = extend(value, token_id)
+            self.hashes.append(value)
+        if len(self.hashes) > 2 * HASHES_KEPT:
+            dropped = len(self.hashes) - HASHES_KEPT
+            del self.hashes[:dropped]
+            self.first_hashed += dropped
+
+    def hash_at(self, length: int) -> int | None:
+        index = length - self.first_hashed
+        return self.hashes[index] if 0 <= index < len(self.hashes) else None
+
+
+class TailTable:
+    """See the module's text."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._followed: dict[int, _Followed] = {}
+        self._generations: dict[int, int] = {}
+        self._closes: dict[int, Close] = {}
+        self._dirty: set[int] = set()
+        self._linked = False
+        self._num_opening = 0
+        self.num_used = 0
+        """tails of which at least one token was drafted"""
+
+    # ------------------------------------------------------------------------------------- from the executor's thread
+
+    def follow(self, sequence: Sequence, max_draft_tokens: int) -> None:
+        """Tell what is known of a sequence: opens its slot if drafts are wanted, or commits the new tokens."""
+        with self._lock:
+            if not self._linked:
+                return
+            followed = self._followed.get(sequence.slot)
+            if followed is not None and max_draft_tokens == 0:
+                followed.idle_rows += 1
+                if followed.idle_rows > MAX_IDLE_ROWS:
+                    self._close(sequence.slot)
+                    return
+            if followed is None or max_draft_tokens > followed.max_draft_tokens:
+                if max_draft_tokens > 0 and self._num_opening < MAX_OPENS_PER_DRAIN:
+                    self._open(sequence, max_draft_tokens)
+                return
+            if max_draft_tokens > 0:
+                followed.idle_rows = 0
+            self._commit(followed, sequence)
+
+    def forget(self, slot: int) -> None:
+        """Stop following a slot."""
+        with self._lock:
+            if slot in self._followed:
+                self._close(slot)
+
+    def tail(self, slot: int, tokens: list[int], limit: int) -> list[int]:
+        """The usable rest of the slot's tail after `tokens`, at most `limit` ids."""
+        with self._lock:
+            followed = self._followed.get(slot)
+            if followed is None or followed.tail is None:
+                return []
+            tail = followed.tail
+        offset = len(tokens) - tail.base
+        if offset < 0 or tokens[tail.base :] != tail.token_ids[:offset]:
+            return []
+        draft = tail.token_ids[offset : offset + limit]
+        self.num_used += bool(draft)
+        return draft
+
+    # --------------------------------------------------------------------------------------------- from the link's loop
+
+    def link(self) -> None:
+        """A fresh stream stands; slots open as their rows come."""
+        with self._lock:
+            self._reset()
+            self._linked = True
+
+    def unlink(self) -> None:
+        """The stream is gone, and with it all that the draft worker knew."""
+        with self._lock:
+            self._reset()
+            self._linked = False
+
+    def drain(self) -> Outgoing:
+        """Everything to send since the last drain."""
+        with self._lock:
+            closes, self._closes = list(self._closes.values()), {}
+            opens, commits = [], []
+            for slot in sorted(self._dirty):
+                followed = self._followed.get(slot)
+                if followed is None:
+                    continue
+                if followed.opening is not None:
+                    opens.append(followed.opening)
+                    followed.opening = None
+                elif followed.pending:
+                    base, followed_hash = followed.pending_base, followed.hashes[-1]
+                    commits.append(Commit(slot, followed.generation, base, followed.pending, followed_hash))
+                    followed.pending = []
+            self._dirty.clear()
+            self._num_opening = 0
+            return Outgoing(closes, opens, commits)
+
+    def receive(self, tails: Iterable[Tail]) -> int:
+        """Keep what fits; return how many did."""
+        kept = 0
+        with self._lock:
+            for tail in tails:
+                followed = self._followed.get(tail.slot)
+                if followed is None or followed.opening is not None or tail.generation != followed.generation:
+                    continue
+                if followed.hash_at(tail.base) != tail.prefix_hash:
+                    continue
+                followed.tail = tail
+                followed.heard = max(followed.heard, tail.base)
+                kept += 1
+        return kept
+
+    # ----------------------------------------------------------------------------------------------- with the lock held
+
+    def _open(self, sequence: Sequence, max_draft_tokens: int) -> None:
+        """Open, or open anew: a higher generation replaces the slot at the draft worker too."""
+        slot = sequence.slot
+        if slot in self._followed:
+            self._close(slot)
+        generation = self._generations.get(slot, 0) + 1
+        self._generations[slot] = generation
+        tokens = list(sequence.tokens)
+        self._followed[slot] = _Followed(
+            generation=generation,
+            max_draft_tokens=max_draft_tokens,
+            first_hashed=len(tokens),
+            hashes=[prefix_hash(tokens)],
+            opening=Open(
+                slot,
+                generation,
+                tokens,
+                sequence.num_prompt,
+                sequence.choice_seed,
+                sequence.params.temperature,
+                max_draft_tokens,
+            ),
+            heard=len(tokens),
+        )
+        self._num_opening += 1
+        self._closes.pop(slot, None)
+        self._dirty.add(slot)
+
+    def _commit(self, followed: _Followed, sequence: Sequence) -> None:
+        new = sequence.tokens[followed.told :]
+        if not new:
+            return
+        self._dirty.add(sequence.slot)
+        if followed.opening is not None:
+            # Nothing was sent yet: the opening simply carries more. Its list is ours alone.
+            followed.opening.token_ids.extend(new)
+            followed.learn(new)
+            followed.heard = followed.told
+            return
+        if not followed.pending:
+            followed.pending_base = followed.told
+        followed.pending.extend(new)
+        followed.learn(new)
+        behind = followed.told - followed.heard > MAX_TOKENS_BEHIND
+        if len(followed.pending) > MAX_PENDING_TOKENS or behind:
+            self._close(sequence.slot)
+
+    def _close(self, slot: int) -> None:
+        followed = self._followed.pop(slot)
+        if followed.opening is None:
+            self._closes[slot] = Close(slot, followed.generation)
+        else:
+            self._num_opening -= 1
+
+    def _reset(self) -> None:
+        # Generations go on rising: a tail of an earlier stream can't be taken for one of this.
+        self._followed.clear()
+        self._closes.clear()
+        self._dirty.clear()
+        self._num_opening = 0
