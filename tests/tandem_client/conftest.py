@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import queue
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
@@ -50,8 +51,7 @@ class ScriptedGateway(generation_pb2_grpc.GenerationServiceServicer):
     breaks: dict[int, tuple[int, Break]] = field(default_factory=dict)
     requests: list[Any] = field(default_factory=list)
     remaining_s: list[float | None] = field(default_factory=list)
-    num_cancelled: int = 0
-    cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+    cancellations: queue.Queue[int] = field(default_factory=queue.Queue)
     hang_after: int | None = None
 
     async def GenerateStream(self, request: Any, context: Any) -> AsyncIterator[Any]:
@@ -68,9 +68,8 @@ class ScriptedGateway(generation_pb2_grpc.GenerationServiceServicer):
                     await asyncio.Event().wait()
                 yield message
                 num_messages += 1
-        except asyncio.CancelledError:
-            self.num_cancelled += 1
-            self.cancelled.set()
+        except (asyncio.CancelledError, GeneratorExit):
+            self.cancellations.put(call)
             raise
 
     def _messages(self, request: Any) -> list[Any]:
