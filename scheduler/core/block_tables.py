@@ -18,11 +18,11 @@ def find_prefix(sequence: Sequence, pool: BlockPool) -> tuple[list[int], list[by
     Never the block of the last known token: that one is always computed, since its logits are wanted. Nothing at all
     while prompt log-probabilities are owed, which only computing the prompt can give.
     """
-    request = sequence.request
-    if request.spec.wants_prompt_logprobs and request.prompt_logprobs_done < sequence.num_prompt:
+    if sequence.owes_prompt_logprobs:
         return [], []
+    spec = sequence.request.spec
     max_blocks = (len(sequence.token_ids) - 1) // pool.block_size
-    return pool.cache.match(chain_seed(request.spec.model, request.spec.cache_salt), sequence.token_ids, max_blocks)
+    return pool.cache.match(chain_seed(spec.model, spec.cache_salt), sequence.token_ids, max_blocks)
 
 
 def open_table(sequence: Sequence, pool: BlockPool, prefix: tuple[list[int], list[bytes]]) -> None:

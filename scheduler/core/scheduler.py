@@ -10,6 +10,8 @@ passes `now`.
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from scheduler.core.applier import apply_outcome
 from scheduler.core.block_tables import open_table
 from scheduler.core.config import CoreConfig
@@ -183,7 +185,7 @@ class Scheduler:
         return self._planner.fill(self.workers[worker_id])
 
     def apply(self, worker_id: str, outcome: StepOutcome) -> list[Update | Failure]:
-        """Take in the outcome of the oldest issued step. Raises ProtocolViolation on a mismatch, having changed nothing."""
+        """Take in the outcome of the oldest issued step. On a mismatch ProtocolViolation, and nothing is changed."""
         return apply_outcome(self, self.workers[worker_id], outcome)
 
     # ---------------------------------------------------------------------------- what the parts of a step call
@@ -250,6 +252,12 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         return sum(len(worker.running) for worker in self.workers.values())
+
+    def totals(self) -> dict[str, int]:
+        """Every counter by name."""
+        totals = asdict(self.counters)
+        totals["evictions"] += sum(worker.pool.evictions for worker in self.workers.values())
+        return totals
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless blocks, slots, queues and requests all add up. Slow; for tests and on demand."""

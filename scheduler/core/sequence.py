@@ -175,6 +175,17 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt
 
     @property
+    def owes_prompt_logprobs(self) -> bool:
+        """Whether this choice, the request's first, still has to compute log-probabilities of the prompt."""
+        request = self.request
+        spec = request.spec
+        return (
+            spec.wants_prompt_logprobs
+            and self.choice == spec.choices[0][0]
+            and request.prompt_logprobs_done < self.num_prompt
+        )
+
+    @property
     def order(self) -> tuple[int, tuple[int, int]]:
         """Sorts by who goes first: higher priority, then older."""
         return (-self.priority, self.arrival)

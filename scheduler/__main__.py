@@ -1,0 +1,68 @@
+"""The scheduler process: `python -m scheduler --help`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sys
+
+from tandem.v1 import admin_pb2_grpc, scheduler_pb2_grpc
+
+from cluster import config, logs
+from cluster.server import CannotBind, add_health, add_reflection, bind, create_server, join_address, run_until_signal
+from cluster.telemetry import Telemetry
+from scheduler.config import SchedulerConfig
+from scheduler.loop import Cell
+from scheduler.metrics import CellCollector
+from scheduler.servicer import AdminServicer, SchedulerServicer
+
+SERVICES = ("tandem.v1.SchedulerService", "tandem.v1.AdminService")
+logger = logging.getLogger(__name__)
+
+
+async def serve(settings: SchedulerConfig) -> None:
+    """Serve until told to stop. Raises CannotBind."""
+    cell = Cell(settings)
+    server = create_server()
+    scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(SchedulerServicer(cell), server)
+    admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(cell), server)
+    health = add_health(server)
+    add_reflection(server, SERVICES)
+    port = bind(server, settings.host, settings.port)
+    telemetry = Telemetry("scheduler")
+    telemetry.registry.register(CellCollector(cell))
+    await telemetry.serve(settings.host, settings.metrics_port)
+    await server.start()
+    for name in ("", *SERVICES):
+        health.set(name, True)
+    watch = asyncio.create_task(cell.watch())
+    print(f"READY scheduler {join_address(settings.host, port)}", flush=True)
+    logs.event(logger, "serving", address=join_address(settings.host, port), term=cell.term)
+
+    async def drain() -> None:
+        cell.drain()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(cell.idle.wait(), settings.drain_timeout_s)
+
+    try:
+        await run_until_signal(server, drain, health=health, grace_s=1.0)
+    finally:
+        watch.cancel()
+        await telemetry.close()
+
+
+def main() -> int:
+    """Entry point; returns the exit status."""
+    settings = config.load(SchedulerConfig, "scheduler")
+    logs.setup("scheduler")
+    try:
+        asyncio.run(serve(settings))
+    except CannotBind as error:
+        print(f"scheduler: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

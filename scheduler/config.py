@@ -1,0 +1,31 @@
+"""The scheduler's configuration: one frozen dataclass, read once at start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Everything a scheduler can be told."""
+
+    host: str = field(default="127.0.0.1", metadata={"help": "address to listen on"})
+    port: int = field(default=50052, metadata={"help": "port to listen on; 0: any free one", "min": 0, "max": 65535})
+    metrics_port: int = field(default=-1, metadata={"help": "port of /metrics; 0: any free one, -1: none", "min": -1})
+    max_waiting: int = field(default=1024, metadata={"help": "most choices in the queue", "min": 1})
+    token_budget: int = field(default=512, metadata={"help": "most tokens one step may process", "min": 1})
+    max_draft_tokens: int = field(default=4, metadata={"help": "largest draft budget of a row; 0: never", "min": 0})
+    draft_token_budget: int = field(
+        default=64, metadata={"help": "most tokens of a step's decode rows with drafts; fewer drafts at load", "min": 1}
+    )
+    capacity_wait_s: float = field(
+        default=60.0, metadata={"help": "how long requests without a deadline wait for a worker", "min": 0.0}
+    )
+    heartbeat_timeout_s: float = field(
+        default=3.0, metadata={"help": "a worker silent for so long is frozen", "min": 0.1}
+    )
+    hung_step_s: float = field(default=30.0, metadata={"help": "a step longer than this may be hung", "min": 1.0})
+    session_grace_s: float = field(
+        default=10.0, metadata={"help": "how long a lost gateway's requests are kept for it", "min": 0.0}
+    )
+    drain_timeout_s: float = field(default=60.0, metadata={"help": "longest wait for live requests on SIGTERM"})

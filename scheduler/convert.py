@@ -1,0 +1,231 @@
+"""Where the scheduler's protobuf meets its domain types; nothing else in the service touches message fields."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from google.rpc import status_pb2
+from tandem.v1 import admin_pb2, scheduler_pb2, types_pb2
+
+from cluster import errors
+from scheduler.core.sequence import RequestSpec
+from scheduler.core.step import Admission, Refusal, RefusalKind, Step, StepOutcome, Update
+from scheduler.core.worker_state import Resident, WorkerSpec, WorkerState
+
+RETRY_AFTER_S = 1.0
+
+
+def request_spec(submit: Any, gateway_id: str, now: float) -> RequestSpec:
+    """A gateway's Submit in the core's terms; `now` turns the remaining time into a deadline."""
+    params = submit.params
+    speculation = submit.speculation
+    max_draft: int | None = None
+    if speculation.HasField("max_draft_tokens"):
+        max_draft = speculation.max_draft_tokens
+    if speculation.mode == types_pb2.SPECULATION_MODE_OFF:
+        max_draft = 0
+    return RequestSpec(
+        key=(gateway_id, submit.handle),
+        model=submit.model,
+        prompt_token_ids=tuple(submit.prompt_token_ids),
+        params=params,
+        max_tokens=params.max_tokens if params.HasField("max_tokens") else None,
+        wants_prompt_logprobs=params.HasField("prompt_logprobs"),
+        seed=submit.seed,
+        choices=tuple((choice.index, tuple(choice.token_ids)) for choice in submit.choices) or ((0, ()),),
+        priority=submit.priority,
+        deadline=now + submit.remaining_s if submit.HasField("remaining_s") else None,
+        client=submit.client,
+        cache_salt=submit.cache_salt,
+        max_draft_tokens=max_draft,
+        crashes=submit.crashes,
+    )
+
+
+def worker_spec(hello: Any) -> WorkerSpec:
+    """A worker's Hello in the core's terms. Raises errors.InvalidField for what can't work."""
+    for name in ("worker_id", "model"):
+        if not getattr(hello, name):
+            raise errors.InvalidField(f"hello.{name}", "must not be empty")
+    for name in ("num_blocks", "block_size", "max_sequences", "max_model_len"):
+        if getattr(hello, name) < 1:
+            raise errors.InvalidField(f"hello.{name}", "must be at least 1")
+    return WorkerSpec(
+        model=hello.model,
+        fingerprint=hello.fingerprint,
+        num_blocks=hello.num_blocks,
+        block_size=hello.block_size,
+        max_sequences=hello.max_sequences,
+        max_model_len=hello.max_model_len,
+        vocab_size=hello.vocab_size,
+        residents=tuple(
+            Resident(tuple(one.token_ids), tuple(one.block_ids), one.num_computed_tokens, one.cache_salt)
+            for one in hello.residents
+        ),
+    )
+
+
+def step_message(step: Step, term: int, epoch: int) -> Any:
+    """A step on the wire."""
+    message = scheduler_pb2.Step(
+        term=term,
+        epoch=epoch,
+        number=step.number,
+        released_slots=step.released_slots,
+        slots=step.slots,
+        num_prefill_tokens=step.num_prefill,
+        max_draft_tokens=step.num_draft,
+        num_new_blocks=[len(blocks) for blocks in step.new_blocks],
+        new_block_ids=[block for blocks in step.new_blocks for block in blocks],
+    )
+    for admission in step.admissions:
+        message.admissions.append(_admission(admission))
+    return scheduler_pb2.AttachResponse(step=message)
+
+
+def _admission(admission: Admission) -> Any:
+    sequence = admission.sequence
+    spec = sequence.request.spec
+    given: Any = spec.params
+    params = scheduler_pb2.DecodingParams()
+    if given is not None:
+        params.CopyFrom(given)
+    assert sequence.limit is not None
+    params.max_tokens = sequence.limit - sequence.num_prompt
+    if not sequence.owes_prompt_logprobs:
+        params.ClearField("prompt_logprobs")
+    return scheduler_pb2.Admission(
+        slot=admission.slot,
+        sequence_id=sequence.sequence_id,
+        token_ids=admission.token_ids,
+        num_prompt_tokens=sequence.num_prompt,
+        choice=sequence.choice,
+        params=params,
+        seed=spec.seed,
+        block_ids=admission.block_ids,
+        num_computed_tokens=admission.num_computed,
+        cache_salt=spec.cache_salt,
+    )
+
+
+def step_outcome(result: Any) -> StepOutcome:
+    """A worker's result in the core's terms."""
+    drafted = list(result.num_drafted_tokens)
+    return StepOutcome(
+        number=result.number,
+        num_tokens=list(result.num_tokens),
+        token_ids=list(result.token_ids),
+        finish=list(result.finish_reasons),
+        num_drafted=drafted if any(drafted) else [],
+        num_accepted=list(result.num_accepted_tokens) if any(drafted) else [],
+        logprobs={entry.row: list(entry.output) for entry in result.logprobs if entry.output},
+        prompt_logprobs={
+            entry.row: (entry.first_prompt_position, list(entry.prompt)) for entry in result.logprobs if entry.prompt
+        },
+        errors={entry.row: entry.status for entry in result.errors},
+        duration_s=result.duration_s,
+    )
+
+
+def output(handle: int, update: Update) -> Any:
+    """News of a choice on the wire."""
+    sequence = update.sequence
+    logprobs: Any = update.logprobs
+    prompt_logprobs: Any = update.prompt_logprobs
+    finish: Any = update.finish
+    message = scheduler_pb2.Output(
+        handle=handle,
+        choice=sequence.choice,
+        first_token_index=update.first_index,
+        token_ids=update.token_ids,
+        finish_reason=finish,
+        cached_tokens=sequence.request.cached_tokens or 0,
+        drafted_tokens=sequence.drafted,
+        accepted_tokens=sequence.accepted,
+        resumptions=sequence.resumptions,
+    )
+    if logprobs:
+        message.logprobs.extend(logprobs)
+    if prompt_logprobs:
+        message.first_prompt_position = update.first_prompt_position
+        message.prompt_logprobs.extend(prompt_logprobs)
+    if update.finish == types_pb2.FINISH_REASON_STOP:
+        message.stop_token_id = update.token_ids[-1]
+    return message
+
+
+def merge_output(into: Any, news: Any) -> None:
+    """Append later news of a choice to news that its gateway has not taken yet."""
+    if not into.token_ids:
+        into.first_token_index = news.first_token_index
+    if not into.prompt_logprobs:
+        into.first_prompt_position = news.first_prompt_position
+    into.token_ids.extend(news.token_ids)
+    into.logprobs.extend(news.logprobs)
+    into.prompt_logprobs.extend(news.prompt_logprobs)
+    into.finish_reason = news.finish_reason
+    if news.HasField("stop_token_id"):
+        into.stop_token_id = news.stop_token_id
+    for name in ("cached_tokens", "drafted_tokens", "accepted_tokens", "resumptions"):
+        setattr(into, name, getattr(news, name))
+
+
+def failure_output(handle: int, status: Any) -> Any:
+    """The end of a request without an answer, on the wire."""
+    return scheduler_pb2.Output(handle=handle, error=status)
+
+
+def refusal_status(refusal: Refusal) -> Any:
+    """A refusal as google.rpc.Status."""
+    kind, message = refusal.kind, refusal.message
+    if kind is RefusalKind.WORKER_ERROR and isinstance(refusal.detail, status_pb2.Status):
+        return refusal.detail
+    error: errors.TandemError
+    if kind is RefusalKind.INVALID:
+        error = errors.InvalidField(refusal.field_name, message)
+    elif kind is RefusalKind.QUEUE_FULL:
+        error = errors.QueueFull(message, RETRY_AFTER_S)
+    elif kind in (RefusalKind.DRAINING, RefusalKind.NO_WORKER):
+        error = errors.Unavailable(message, RETRY_AFTER_S, reason=kind.name)
+    elif kind is RefusalKind.DEADLINE:
+        error = errors.DeadlineExceeded(message)
+    else:
+        error = errors.Internal(message, reason=kind.name)
+    return errors.to_status(error)
+
+
+def model_state(name: str, specs: Iterable[WorkerSpec]) -> Any:
+    """What gateways must know of a model; `specs` are those of its serving workers."""
+    workers = list(specs)
+    state = scheduler_pb2.ModelState(name=name, workers=len(workers))
+    if workers:
+        state.max_model_len = max(spec.max_model_len for spec in workers)
+        state.vocab_size = max(spec.vocab_size for spec in workers)
+        state.max_sequence_tokens = max(spec.num_blocks * spec.block_size for spec in workers)
+        state.fingerprints.extend(sorted({spec.fingerprint for spec in workers}))
+    return state
+
+
+def worker_status(worker: WorkerState, epoch: int, last_step_s: float) -> Any:
+    """One worker as operators see it."""
+    pool = worker.pool
+    state = admin_pb2.WORKER_STATE_DRAINING if worker.draining else admin_pb2.WORKER_STATE_SERVING
+    return admin_pb2.WorkerStatus(
+        worker_id=worker.worker_id,
+        model=worker.spec.model,
+        fingerprint=worker.spec.fingerprint,
+        epoch=epoch,
+        state=state,
+        running=len(worker.running),
+        max_sequences=worker.spec.max_sequences,
+        total_blocks=pool.num_blocks,
+        free_blocks=pool.num_free,
+        cached_blocks=pool.num_cached,
+        referenced_blocks=pool.num_referenced,
+        steps_in_flight=len(worker.in_flight),
+        steps=worker.steps - len(worker.in_flight),
+        last_step_s=last_step_s,
+        drafting=worker.drafting,
+        generated_tokens=worker.generated_tokens,
+    )

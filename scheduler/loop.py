@@ -1,0 +1,380 @@
+"""The cell's event loop: streams in, decisions from the core, streams out.
+
+Everything here runs on one asyncio loop and never awaits: messages of gateways and workers come in as method calls, the
+core decides, and what follows is put into outboxes that the streams' own writers drain. So the step loop waits neither
+for a gateway nor for a worker, and needs no lock.
+
+Planning is coalesced: whatever arrives in one turn of the loop is planned together at its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from tandem.v1 import scheduler_pb2
+
+from cluster import errors
+from cluster.lease import MemoryLease
+from cluster.logs import event
+from scheduler import convert
+from scheduler.config import SchedulerConfig
+from scheduler.core.config import CoreConfig
+from scheduler.core.scheduler import Scheduler
+from scheduler.core.step import Failure, ProtocolViolation, Refusal, RefusalKind, Update
+from scheduler.sessions import Owner, Ownership, Session
+from scheduler.workers import DraftLink, WorkerLink
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.25
+
+
+class Cell:
+    """One scheduler's whole state, and what happens to it."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.core = Scheduler(
+            CoreConfig(
+                token_budget=config.token_budget,
+                max_waiting=config.max_waiting,
+                max_draft_tokens=config.max_draft_tokens,
+                draft_token_budget=config.draft_token_budget,
+                capacity_wait_s=config.capacity_wait_s,
+            )
+        )
+        self.sessions: dict[str, Session] = {}
+        self.links: dict[str, WorkerLink] = {}
+        self.drafters: dict[str, DraftLink] = {}
+        self.owners = Ownership()
+        self.draining = False
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self._lease = MemoryLease()
+        self.term = self._lease.acquire(0, time.time_ns() // 1_000_000)
+        self._epoch = 0
+        self._planning = False
+        self._deadline_timer: asyncio.TimerHandle | None = None
+        self._loop = asyncio.get_running_loop()
+        self.started_at = self._loop.time()
+
+    # ------------------------------------------------------------------------------------------------- gateways
+
+    def open_session(self, gateway_id: str, highest_term: int) -> Session:
+        """A gateway connects; an older session of the same gateway ends."""
+        self._outbid(highest_term)
+        old = self.sessions.get(gateway_id)
+        if old is not None:
+            old.close()
+        session = Session(gateway_id)
+        session.set_models(self._model_list(), self.draining)
+        self.sessions[gateway_id] = session
+        event(logger, "gateway connected", gateway=gateway_id)
+        return session
+
+    def close_session(self, session: Session) -> None:
+        """A gateway's stream ended: its requests are kept for the grace, then cancelled."""
+        session.close()
+        if self.sessions.get(session.gateway_id) is not session:
+            return
+        del self.sessions[session.gateway_id]
+        event(logger, "gateway disconnected", gateway=session.gateway_id)
+        orphans = self.owners.of_gateway(session.gateway_id)
+        if orphans:
+            self._loop.call_later(self.config.session_grace_s, self._cancel_orphans, orphans)
+
+    def submit(self, session: Session, message: Any) -> None:
+        """A request arrives. A refusal is told on the session, and touches nothing else."""
+        now = self._loop.time()
+        spec = convert.request_spec(message, session.gateway_id, now)
+        owner = Owner((session.gateway_id, message.handle), message.request_id, message.attempt)
+        try:
+            self._settle_ownership(owner)
+            resumed = message.attempt > 1 or any(choice.token_ids for choice in message.choices)
+            if self.draining and not resumed:
+                raise Refusal(RefusalKind.DRAINING, "the cell is draining")
+            self.core.submit(spec, now)
+        except Refusal as refusal:
+            session.add_failure(message.handle, convert.refusal_status(refusal))
+            return
+        except errors.TandemError as error:
+            session.add_failure(message.handle, errors.to_status(error))
+            return
+        self.owners.add(owner)
+        self.idle.clear()
+        if spec.deadline is not None:
+            self._arm_deadline(spec.deadline)
+        self.schedule_planning()
+
+    def cancel(self, session: Session, message: Any) -> None:
+        """Nobody waits for a request, or one choice of it, any more."""
+        key = (session.gateway_id, message.handle)
+        choice = message.choice if message.HasField("choice") else None
+        self.core.cancel(key, choice)
+        session.forget(message.handle, choice)
+        self._forget_ended(key)
+        self.schedule_planning()
+
+    def _settle_ownership(self, owner: Owner) -> None:
+        """A higher attempt supersedes; another gateway's is taken over unless that gateway is healthy."""
+        held = self.owners.find(owner.request_id)
+        if held is None:
+            return
+        same_gateway = held.key[0] == owner.key[0]
+        if same_gateway and owner.attempt <= held.attempt:
+            raise errors.AlreadyExists("request_id", owner.request_id)
+        if not same_gateway and held.key[0] in self.sessions:
+            raise errors.AlreadyExists("request_id", owner.request_id)
+        self._drop(held)
+
+    def _drop(self, owner: Owner) -> None:
+        self.core.cancel(owner.key)
+        self.owners.remove(owner.key)
+        session = self.sessions.get(owner.key[0])
+        if session is not None:
+            session.forget(owner.key[1])
+
+    def _cancel_orphans(self, orphans: list[Owner]) -> None:
+        """The grace is over: what was not taken over meanwhile ends."""
+        live = [owner for owner in orphans if self.owners.find(owner.request_id) is owner]
+        for owner in live:
+            self._drop(owner)
+        if live:
+            event(logger, "orphaned requests cancelled", gateway=live[0].key[0], requests=len(live))
+        self._note_idle()
+        self.schedule_planning()
+
+    # -------------------------------------------------------------------------------------------------- workers
+
+    def attach(self, hello: Any) -> WorkerLink:
+        """A worker connects. Raises errors.InvalidField for a Hello that can't work."""
+        spec = convert.worker_spec(hello)
+        self._outbid(hello.highest_term)
+        now = self._loop.time()
+        self._epoch += 1
+        old = self.links.pop(hello.worker_id, None)
+        if old is not None:
+            old.close()
+        self._tell_failures(self.core.attach(hello.worker_id, spec, now))
+        link = WorkerLink(hello.worker_id, hello.boot_id, self._epoch, now)
+        self.links[hello.worker_id] = link
+        event(
+            logger, "worker attached", worker=hello.worker_id, model=spec.model, blocks=spec.num_blocks,
+            epoch=link.epoch, fingerprint=spec.fingerprint, residents=len(spec.residents),
+        )  # fmt: skip
+        self._send_draft_workers(spec.model, [link])
+        self._models_changed()
+        self.schedule_planning()
+        return link
+
+    def detach(self, link: WorkerLink, crashed: bool, why: str) -> None:
+        """A worker's stream ended; what it ran goes on elsewhere. Idempotent."""
+        link.close()
+        if self.links.get(link.worker_id) is not link:
+            return
+        del self.links[link.worker_id]
+        moved = len(self.core.workers[link.worker_id].running)
+        self._tell_failures(self.core.detach(link.worker_id, self._loop.time(), crashed and not link.draining))
+        event(
+            logger, "worker detached", level=logging.INFO if link.draining else logging.WARNING,
+            worker=link.worker_id, why=why, sequences=moved,
+        )  # fmt: skip
+        self._models_changed()
+        self.schedule_planning()
+
+    def heartbeat(self, link: WorkerLink, message: Any) -> None:
+        """A sign of life."""
+        link.last_heard = self._loop.time()
+        link.running_step_s = message.running_step_s
+        worker = self.core.workers[link.worker_id]
+        worker.drafting = message.drafting
+        if link.is_hung(self.config.hung_step_s):
+            self.detach(link, crashed=False, why=f"its step has run for {link.running_step_s:.0f} s")
+
+    def result(self, link: WorkerLink, message: Any) -> None:
+        """The outcome of a step."""
+        if self.links.get(link.worker_id) is not link or (message.term, message.epoch) != (self.term, link.epoch):
+            return  # of an old attachment: its sequences went on elsewhere
+        link.last_heard = self._loop.time()
+        link.last_step_s = message.duration_s
+        try:
+            updates = self.core.apply(link.worker_id, convert.step_outcome(message))
+        except ProtocolViolation as violation:
+            self.detach(link, crashed=False, why=str(violation))
+            return
+        self._tell(updates)
+        self.schedule_planning()
+
+    def drain_worker(self, worker_id: str) -> None:
+        """No new work for a worker; its sequences move, or end there if nobody else can take them."""
+        if worker_id not in self.links:
+            raise errors.NotFound("worker", worker_id)
+        self.links[worker_id].draining = True
+        self.core.drain(worker_id)
+        event(logger, "worker draining", worker=worker_id)
+        self._models_changed()
+        self.schedule_planning()
+
+    def drain(self) -> None:
+        """No new requests for the whole cell; live ones finish."""
+        self.draining = True
+        self._models_changed()
+
+    # --------------------------------------------------------------------------------------------- draft workers
+
+    def announce(self, hello: Any) -> DraftLink:
+        """A draft worker connects."""
+        self._outbid(hello.highest_term)
+        old = self.drafters.get(hello.worker_id)
+        if old is not None:
+            old.closed.set()
+        link = DraftLink(hello.worker_id, hello.model, hello.address, hello.proposer, self._loop.time())
+        self.drafters[link.worker_id] = link
+        event(logger, "draft worker announced", worker=link.worker_id, model=link.model, address=link.address)
+        self._send_draft_workers(link.model)
+        return link
+
+    def withdraw(self, link: DraftLink) -> None:
+        """A draft worker's stream ended. Idempotent."""
+        link.closed.set()
+        if self.drafters.get(link.worker_id) is link:
+            del self.drafters[link.worker_id]
+            event(logger, "draft worker gone", worker=link.worker_id)
+            self._send_draft_workers(link.model)
+
+    def _send_draft_workers(self, model: str, links: Iterable[WorkerLink] | None = None) -> None:
+        addresses = sorted(link.address for link in self.drafters.values() if link.model == model)
+        message = scheduler_pb2.AttachResponse(draft_workers=scheduler_pb2.DraftWorkerList(addresses=addresses))
+        for link in self.links.values() if links is None else links:
+            if self.core.workers[link.worker_id].spec.model == model:
+                link.send(message)
+
+    # ------------------------------------------------------------------------------------------------- planning
+
+    def schedule_planning(self) -> None:
+        """Plan at the end of this turn of the loop, once."""
+        if not self._planning:
+            self._planning = True
+            self._loop.call_soon(self._plan)
+
+    def _plan(self) -> None:
+        self._planning = False
+        for name in list(self.core.models):
+            self._tell_failures(self.core.place(name))
+            for worker_id in list(self.core.models[name].workers):
+                link = self.links[worker_id]
+                while (step := self.core.plan(worker_id)) is not None:
+                    link.send(convert.step_message(step, self.term, link.epoch))
+                if link.draining and not link.drained_sent and self.core.is_drained(worker_id):
+                    link.drained_sent = True
+                    link.send(scheduler_pb2.AttachResponse(drained=scheduler_pb2.WorkerDrained()))
+
+    def _tell(self, news: Iterable[Update | Failure]) -> None:
+        for item in news:
+            if isinstance(item, Failure):
+                self._tell_failures([item])
+                continue
+            key: Any = item.sequence.request.spec.key
+            session = self.sessions.get(key[0])
+            if session is not None:
+                session.add_update(key[1], item)
+            if item.finish:
+                self._forget_ended(key)
+
+    def _tell_failures(self, failures: Iterable[Failure]) -> None:
+        for failure in failures:
+            key: Any = failure.request.spec.key
+            session = self.sessions.get(key[0])
+            if session is not None:
+                session.add_failure(key[1], convert.refusal_status(failure.refusal))
+            self._forget_ended(key)
+
+    def _forget_ended(self, key: Any) -> None:
+        if key not in self.core.requests:
+            self.owners.remove(key)
+            self._note_idle()
+
+    def _note_idle(self) -> None:
+        if not self.core.requests:
+            self.idle.set()
+
+    # ----------------------------------------------------------------------------------------------------- time
+
+    async def watch(self) -> None:
+        """Once a tick: frozen peers and waiting that is over. Runs until cancelled."""
+        last = self._loop.time()
+        while True:
+            await asyncio.sleep(TICK_S)
+            now = self._loop.time()
+            # If this process itself stood still, the others' silence says nothing about them.
+            paused = now - last > TICK_S + 1.0
+            last = now
+            self.tick(now, paused)
+
+    def tick(self, now: float, paused: bool = False) -> None:
+        """What only time brings about."""
+        timeout_s = self.config.heartbeat_timeout_s
+        for link in list(self.links.values()):
+            if paused:
+                link.last_heard = now
+            elif link.is_frozen(now, timeout_s):
+                self.detach(link, crashed=False, why=f"silent for {timeout_s} s")
+        for drafter in list(self.drafters.values()):
+            if paused:
+                drafter.last_heard = now
+            elif drafter.is_frozen(now, timeout_s):
+                self.withdraw(drafter)
+        self._expire()
+
+    def _expire(self) -> None:
+        failures = self.core.expire(self._loop.time())
+        if failures:
+            self._tell_failures(failures)
+            self.schedule_planning()
+
+    def _arm_deadline(self, deadline: float) -> None:
+        """Deadlines are kept to the millisecond, not to the tick."""
+        if self._deadline_timer is None or deadline < self._deadline_timer.when():
+            if self._deadline_timer is not None:
+                self._deadline_timer.cancel()
+            self._deadline_timer = self._loop.call_at(deadline, self._on_deadline)
+
+    def _on_deadline(self) -> None:
+        self._deadline_timer = None
+        self._expire()
+        deadlines = [one.spec.deadline for one in self.core.requests.values() if one.spec.deadline is not None]
+        if deadlines:
+            self._arm_deadline(min(deadlines))
+
+    # ---------------------------------------------------------------------------------------------------- terms
+
+    def _outbid(self, highest_term: int) -> None:
+        """A peer has seen a higher term: acquire anew, and let every peer attach under the new one."""
+        if highest_term <= self.term:
+            return
+        self.term = self._lease.acquire(highest_term, time.time_ns() // 1_000_000)
+        event(logger, "leadership acquired anew", term=self.term, level=logging.WARNING)
+        for link in list(self.links.values()):
+            self.detach(link, crashed=False, why="new term")
+        for session in list(self.sessions.values()):
+            session.close()
+        for drafter in list(self.drafters.values()):
+            self.withdraw(drafter)
+
+    # --------------------------------------------------------------------------------------------------- models
+
+    def _model_list(self) -> Any:
+        models = scheduler_pb2.ModelList()
+        for name, pool in self.core.models.items():
+            if pool.seen:
+                models.models.append(convert.model_state(name, [worker.spec for worker in pool.serving]))
+        return models
+
+    def _models_changed(self) -> None:
+        models = self._model_list()
+        for session in self.sessions.values():
+            session.set_models(models, self.draining)

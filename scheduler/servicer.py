@@ -1,0 +1,161 @@
+"""The scheduler's gRPC doors: thin; each stream has a reader that calls the cell and a writer that drains an outbox."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+from tandem.v1 import admin_pb2, admin_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc
+
+from cluster import errors
+from cluster.logs import event
+from scheduler import convert, sessions
+from scheduler.loop import Cell
+from scheduler.workers import WorkerLink
+
+logger = logging.getLogger(__name__)
+
+
+async def _first(context: Any) -> Any:
+    """A stream's first message, which must carry hello."""
+    message = await context.read()
+    if message is grpc.aio.EOF or not message.HasField("hello"):
+        await errors.abort(context, errors.InvalidField("hello", "the first message must carry it"))
+    return message.hello
+
+
+async def _read_until_end(context: Any, on_message: Callable[[Any], None]) -> None:
+    while (message := await context.read()) is not grpc.aio.EOF:
+        on_message(message)
+
+
+async def _write_until_end(context: Any, next_message: Callable[[], Awaitable[Any | None]]) -> None:
+    while (message := await next_message()) is not None:
+        await context.write(message)
+
+
+async def _converse(*directions: Any) -> None:
+    """Run a reader and a writer; when either ends, end the other."""
+    tasks = [asyncio.ensure_future(direction) for direction in directions]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
+    """Session, Attach and Announce."""
+
+    def __init__(self, cell: Cell) -> None:
+        self._cell = cell
+
+    async def Session(self, request_iterator: Any, context: Any) -> None:
+        hello = await _first(context)
+        session = self._cell.open_session(hello.gateway_id, hello.highest_term)
+        try:
+            await context.write(
+                scheduler_pb2.SessionResponse(welcome=scheduler_pb2.SessionWelcome(term=self._cell.term))
+            )
+            await _converse(
+                _read_until_end(context, lambda message: self._on_session_message(session, message)),
+                _write_until_end(context, session.next_response),
+            )
+        finally:
+            self._cell.close_session(session)
+
+    def _on_session_message(self, session: sessions.Session, message: Any) -> None:
+        if session.closed:
+            return
+        for submit in message.submits:
+            self._cell.submit(session, submit)
+        for cancel in message.cancels:
+            self._cell.cancel(session, cancel)
+
+    async def Attach(self, request_iterator: Any, context: Any) -> None:
+        message = await context.read()
+        if message is grpc.aio.EOF or message.WhichOneof("message") != "hello":
+            await errors.abort(context, errors.InvalidField("hello", "the first message must carry it"))
+        try:
+            link = self._cell.attach(message.hello)
+        except errors.TandemError as error:
+            await errors.abort(context, error)
+        crashed = True
+        try:
+            welcome = scheduler_pb2.AttachWelcome(term=self._cell.term, epoch=link.epoch)
+            await context.write(scheduler_pb2.AttachResponse(welcome=welcome))
+            await _converse(
+                _read_until_end(context, lambda message: self._on_worker_message(link, message)),
+                _write_until_end(context, link.next_message),
+            )
+            crashed = False  # it closed its side in order, or we ours
+        finally:
+            self._cell.detach(link, crashed, "its stream broke" if crashed else "it left")
+
+    def _on_worker_message(self, link: WorkerLink, message: Any) -> None:
+        if link.closed:
+            return
+        kind = message.WhichOneof("message")
+        if kind == "result":
+            self._cell.result(link, message.result)
+        elif kind == "heartbeat":
+            self._cell.heartbeat(link, message.heartbeat)
+        elif kind == "draining":
+            self._cell.drain_worker(link.worker_id)
+
+    async def Announce(self, request_iterator: Any, context: Any) -> None:
+        link = self._cell.announce(await _first(context))
+
+        def heard(_: Any) -> None:
+            link.last_heard = asyncio.get_running_loop().time()
+
+        try:
+            await context.write(scheduler_pb2.AnnounceResponse(term=self._cell.term))
+            await _converse(_read_until_end(context, heard), link.closed.wait())
+        finally:
+            self._cell.withdraw(link)
+
+
+class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
+    """GetStatus and Drain."""
+
+    def __init__(self, cell: Cell) -> None:
+        self._cell = cell
+
+    async def GetStatus(self, request: Any, context: Any) -> Any:
+        cell, core = self._cell, self._cell.core
+        response = admin_pb2.GetStatusResponse(
+            term=cell.term,
+            uptime_s=asyncio.get_running_loop().time() - cell.started_at,
+            gateways=sorted(cell.sessions),
+            waiting=core.num_waiting,
+            running=core.num_running,
+            draining=cell.draining,
+        )
+        for link in sorted(cell.links.values(), key=lambda one: one.worker_id):
+            worker = core.workers[link.worker_id]
+            response.workers.append(convert.worker_status(worker, link.epoch, link.last_step_s))
+        for drafter in sorted(cell.drafters.values(), key=lambda one: one.worker_id):
+            response.draft_workers.add(
+                worker_id=drafter.worker_id, model=drafter.model, address=drafter.address, proposer=drafter.proposer
+            )
+        for name, value in core.totals().items():
+            setattr(response.counters, name, value)
+        return response
+
+    async def Drain(self, request: Any, context: Any) -> Any:
+        try:
+            if request.worker_id:
+                self._cell.drain_worker(request.worker_id)
+            else:
+                self._cell.drain()
+        except errors.TandemError as error:
+            await errors.abort(context, error)
+        event(logger, "drain asked", worker=request.worker_id or "all")
+        return admin_pb2.DrainResponse()

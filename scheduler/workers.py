@@ -1,0 +1,64 @@
+"""The scheduler's end of workers' and draft workers' streams."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(eq=False)
+class WorkerLink:
+    """One attached worker's stream: what is to be sent, and when it was last heard."""
+
+    worker_id: str
+    boot_id: str
+    epoch: int
+    last_heard: float
+    running_step_s: float = 0.0
+    last_step_s: float = 0.0
+    draining: bool = False
+    """it asked to be relieved; its end is no crash"""
+    drained_sent: bool = False
+    closed: bool = False
+    _outbox: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
+
+    def send(self, message: Any) -> None:
+        """Queue a message; bounded by the protocol itself: two steps, and rare notices."""
+        if not self.closed:
+            self._outbox.put_nowait(message)
+
+    def close(self) -> None:
+        """End the stream."""
+        if not self.closed:
+            self.closed = True
+            self._outbox.put_nowait(None)
+
+    async def next_message(self) -> Any | None:
+        """What to send next; None when the stream is to end."""
+        message = await self._outbox.get()
+        return None if self.closed else message
+
+    def is_frozen(self, now: float, timeout_s: float) -> bool:
+        """No sign of life for too long."""
+        return now - self.last_heard > timeout_s
+
+    def is_hung(self, floor_s: float) -> bool:
+        """Alive, but its step takes far longer than steps do."""
+        return self.running_step_s > max(floor_s, 10 * self.last_step_s)
+
+
+@dataclass(eq=False)
+class DraftLink:
+    """One announced draft worker."""
+
+    worker_id: str
+    model: str
+    address: str
+    proposer: str
+    last_heard: float
+    closed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def is_frozen(self, now: float, timeout_s: float) -> bool:
+        """No sign of life for too long."""
+        return now - self.last_heard > timeout_s
