@@ -66,7 +66,7 @@ def _chunk(logits: torch.Tensor, token_ids: Sequence[int], top: Sequence[int]) -
     if not bool(torch.isfinite(peak).all()):
         raise ValueError("the model's logits are not finite")
     below = logits - peak
-    log_sum = portable.log_of_sum(portable.weights(below).sum(-1, keepdim=True))
+    log_sum = portable.log_of_sum(portable.weights_of(portable.exp(below)).sum(-1, keepdim=True))
     chosen = torch.tensor(token_ids, dtype=torch.int64, device=logits.device)[:, None]
     chosen_logit = logits.gather(-1, chosen)
     before = torch.arange(logits.shape[-1], device=logits.device) < chosen

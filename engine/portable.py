@@ -2,8 +2,8 @@
 
 Library functions differ in the last bit between a CPU's vector body and its tail, between CPUs and between GPUs, and a
 float sum depends on how a reduction was split. Here a function is a fixed chain of float32 operations that IEEE 754
-rounds one by one (torch runs each elementwise operation by itself: nothing is fused or contracted; nothing on the way is
-subnormal, so flushing changes nothing), and a sum adds integers, which has no order.
+rounds one by one (torch runs each elementwise operation by itself: nothing is fused or contracted; nothing on the way
+is subnormal, so flushing changes nothing), and a sum adds integers, which has no order.
 
     log x   = e·ln2 + f − f²/2 + f³·P(f)      x = 2^e·(1 + f),  √½ ≤ 1 + f < √2
     exp x   = 2^n·(1 + r + r²·Q(r))           n = round(x / ln2),  r = x − n·ln2
@@ -70,9 +70,9 @@ def exp(x: torch.Tensor) -> torch.Tensor:
     return series.mul_(scale)
 
 
-def weights(x: torch.Tensor) -> torch.Tensor:
-    """exp(x) in units of 2^-UNIT_BITS, rounded to int64, for float32 x ≤ 0. Sums of up to MAX_TERMS are exact."""
-    return exp(x).mul_(2.0**UNIT_BITS).round_().to(torch.int64)
+def weights_of(probabilities: torch.Tensor) -> torch.Tensor:
+    """Float32 exp(x), x ≤ 0, in units of 2^-UNIT_BITS, as int64. Sums of up to MAX_TERMS are exact."""
+    return (probabilities * 2.0**UNIT_BITS).round_().to(torch.int64)
 
 
 def log_of_sum(total: torch.Tensor) -> torch.Tensor:

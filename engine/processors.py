@@ -20,6 +20,8 @@ from engine.logprobs import likeliest
 from engine.sampling_params import SamplingParams
 
 BANNED = -math.inf
+_WINDOWS = (128, 1024, 8192)  # how many of the likeliest to look at before all
+_UNREACHED = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,37 +71,77 @@ def banned_token_ids(row: SampleRow) -> set[int]:
     return banned
 
 
-def kept_token_ids(scores: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """Ids, rising, that top-k, top-p and min-p leave of float32 scores [V] = (l − max l) / T. At least one."""
-    ids = None
-    if 0 < params.top_k < len(scores):
-        ids = likeliest(scores[None], params.top_k)[0].sort().values
-    kept = scores if ids is None else scores[ids]
-    if params.top_p < 1:
-        nucleus = _nucleus(kept, params.top_p)
-        ids = nucleus if ids is None else ids[nucleus]
-        kept = kept[nucleus]
-    allowed = kept > BANNED
-    if params.min_p > 0:
-        allowed &= portable.exp(kept) >= torch.tensor(params.min_p, dtype=torch.float32, device=kept.device)
-    allowed_at = torch.nonzero(allowed).flatten()
-    return allowed_at if ids is None else ids[allowed_at]
+def kept_token_ids(scores: torch.Tensor, params: Sequence[SamplingParams]) -> tuple[torch.Tensor, torch.Tensor]:
+    """What top-k, top-p and min-p leave of float32 scores [N, V] = (l − max l) / T, as (row, token id) pairs.
 
-
-def _nucleus(scores: torch.Tensor, top_p: float) -> torch.Tensor:
-    """Indices, rising, of the smallest likeliest set whose weight reaches top_p of all; of equal ones, the first."""
-    weights = portable.weights(scores)
-    numerator, denominator = float(top_p).as_integer_ratio()
-    needed = -(-int(weights.sum()) * numerator // denominator)
-    # Only the likely ones need sorting; which window holds them changes nothing in the answer.
-    for depth in (6.0, 12.0, math.inf):
-        window = torch.nonzero(scores >= -depth).flatten()
-        if int(weights[window].sum()) >= needed:
+    Each row keeps at least one. top_p keeps the first ids, by falling score and rising id, whose weights sum to top_p
+    of all that top-k left; min_p compares with the likeliest. The sum is of integers, so its order can't matter.
+    """
+    vocab_size = scores.shape[1]
+    nucleus = [row for row, wish in enumerate(params) if wish.top_p < 1 and _limit(wish, vocab_size) == vocab_size]
+    totals = dict(zip(nucleus, _total_weights(scores, nucleus), strict=True))
+    found = []
+    open_rows = list(range(len(params)))
+    for window in (*(size for size in _WINDOWS if size < vocab_size), vocab_size):
+        at, ids, settled = _truncate(scores, params, totals, open_rows, window)
+        found.append((at, ids))
+        open_rows = [row for row, done in zip(open_rows, settled, strict=True) if not done]
+        if not open_rows:
             break
-    order = window[scores[window].sort(descending=True, stable=True).indices]
-    reached = torch.cumsum(weights[order], 0)
-    count = int((reached < needed).sum()) + 1
-    return order[:count].sort().values
+    return torch.cat([at for at, _ in found]), torch.cat([ids for _, ids in found])
+
+
+def _truncate(
+    scores: torch.Tensor, params: Sequence[SamplingParams], totals: dict[int, int], rows: list[int], window: int
+) -> tuple[torch.Tensor, torch.Tensor, list[bool]]:
+    """The kept (row, id) pairs of those `rows` whose `window` likeliest ids hold all that is kept, and which these are.
+
+    What a row keeps doesn't depend on the window that settles it.
+    """
+    vocab_size, device = scores.shape[1], scores.device
+    chosen = [params[row] for row in rows]
+    limits = [_limit(wish, vocab_size) for wish in chosen]
+    at = torch.tensor(rows, device=device)
+    ordered = likeliest(scores[at], window)
+    ranked = scores[at].gather(-1, ordered)
+    probabilities = portable.exp(ranked)
+    kept = torch.arange(window, device=device) < torch.tensor(limits, device=device)[:, None]
+    kept &= ranked > BANNED
+    weights = portable.weights_of(probabilities) * kept
+    reached = weights.cumsum(-1)
+    ends = reached[:, -1].tolist()
+    needed = [
+        _share(wish.top_p, totals.get(row, end)) if wish.top_p < 1 else _UNREACHED
+        for row, wish, end in zip(rows, chosen, ends, strict=True)
+    ]
+    kept &= reached - weights < torch.tensor(needed, device=device)[:, None]
+    min_p = torch.tensor([wish.min_p for wish in chosen], dtype=torch.float32, device=device)[:, None]
+    kept &= probabilities >= min_p
+    likely_enough = (probabilities[:, -1:] >= min_p).flatten().tolist()
+    settled = [
+        limit <= window or (limit == vocab_size and (end >= need or not beyond))
+        for limit, end, need, beyond in zip(limits, ends, needed, likely_enough, strict=True)
+    ]
+    kept &= torch.tensor(settled, device=device)[:, None]
+    pairs = torch.nonzero(kept, as_tuple=True)
+    return at[pairs[0]], ordered[pairs], settled
+
+
+def _limit(params: SamplingParams, vocab_size: int) -> int:
+    return params.top_k if 0 < params.top_k < vocab_size else vocab_size
+
+
+def _share(top_p: float, total: int) -> int:
+    """The least integer that is top_p of total or more, exactly."""
+    numerator, denominator = float(top_p).as_integer_ratio()
+    return -(-total * numerator // denominator)
+
+
+def _total_weights(scores: torch.Tensor, rows: list[int]) -> list[int]:
+    if not rows:
+        return []
+    totals: list[int] = portable.weights_of(portable.exp(scores[rows])).sum(-1).tolist()
+    return totals
 
 
 def _penalise_(logits: torch.Tensor, row: SampleRow) -> None:

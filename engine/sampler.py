@@ -27,6 +27,9 @@ from engine.processors import SampleRow, change_logits_, kept_token_ids
 
 __all__ = ["SampleResult", "SampleRow", "sample"]
 
+Candidates = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""row index, token id and score of each, int64, int64 and float32 [C]"""
+
 _MARGIN = 1.001  # far above what rounding of scores and noise amounts to: 1e-5
 _EXP_SCALE = 2.0**23 / math.log(2.0)
 _EXP_BIAS = 127 * 2.0**23
@@ -52,12 +55,11 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> SampleResult:
     """Choose one token for each row of float32 logits [L, V], which are left as they are."""
     if logits.dtype != torch.float32 or logits.dim() != 2 or len(logits) != len(rows):
         raise ValueError(f"{len(rows)} rows need float32 logits [{len(rows)}, V]; got {logits.dtype} {logits.shape}")
-    tokens: list[int | None] = [None] * len(rows)
-    errors: dict[int, str] = {}
+    result = SampleResult([None] * len(rows), [None] * len(rows), {})
     if not rows:
-        return SampleResult(tokens, [], errors)
+        return result
     finite = torch.isfinite(logits.amax(-1)).tolist()
-    errors.update({index: NOT_FINITE for index, good in enumerate(finite) if not good})
+    result.errors.update({index: NOT_FINITE for index, good in enumerate(finite) if not good})
     plain: list[int] = []
     other: list[int] = []
     for index, row in enumerate(rows):
@@ -66,98 +68,125 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> SampleResult:
     if plain:
         best = (logits if len(plain) == len(rows) else logits[plain]).argmax(-1).tolist()
         for index, token_id in zip(plain, best, strict=True):
-            tokens[index] = token_id
+            result.token_ids[index] = token_id
+    _sample_others(logits, rows, other, result)
+    _add_logprobs(logits, rows, result)
+    return result
+
+
+def _sample_others(logits: torch.Tensor, rows: Sequence[SampleRow], indices: list[int], result: SampleResult) -> None:
+    """Choose for rows that need more than an argmax, a chunk at a time; the noise of the few candidates at the end."""
+    keys = {i: noise.row_key(rows[i].seed, rows[i].output_index) for i in indices if not rows[i].params.greedy}
     limit = _CHUNK_ELEMENTS.get(logits.device.type, _DEVICE_CHUNK_ELEMENTS)
     step = max(1, limit // logits.shape[1])
-    for start in range(0, len(other), step):
-        _sample_chunk(logits, rows, other[start : start + step], tokens, errors)
-    return SampleResult(tokens, _logprobs(logits, rows, tokens), errors)
+    candidates: list[Candidates] = []
+    for start in range(0, len(indices), step):
+        chunk = indices[start : start + step]
+        scores, best = _changed(logits, rows, chunk, result)
+        noisy = [at for at, index in enumerate(chunk) if index in keys and index not in result.errors]
+        if noisy:
+            if len(noisy) < len(chunk):
+                scores = scores[noisy]
+            bounds = [noise.approximate_gumbel(keys[chunk[at]], best[at]) for at in noisy]
+            candidates.append(_candidates(scores, [chunk[at] for at in noisy], rows, bounds, keys))
+    if candidates:
+        at, ids, scores = (torch.cat(parts) for parts in zip(*candidates, strict=True))
+        for index, token_id in _winners(at, ids, scores, keys, len(rows), logits.shape[1]).items():
+            result.token_ids[index] = token_id
 
 
-def _sample_chunk(
-    logits: torch.Tensor,
-    rows: Sequence[SampleRow],
-    indices: list[int],
-    tokens: list[int | None],
-    errors: dict[int, str],
-) -> None:
-    """Choose for the rows at `indices`; fills `tokens` and `errors`."""
-    scores = logits[indices]
+def _changed(
+    logits: torch.Tensor, rows: Sequence[SampleRow], indices: list[int], result: SampleResult
+) -> tuple[torch.Tensor, list[int]]:
+    """Scores [N, V] = (changed logits − their maximum) / T, and the likeliest ids; settles greedy rows and failures."""
+    whole = indices[-1] - indices[0] == len(indices) - 1
+    scores = logits[indices[0] : indices[-1] + 1].clone() if whole else logits[indices]
     for at, index in enumerate(indices):
         if rows[index].params.changes_logits:
             try:
                 change_logits_(scores[at], rows[index])
             except ValueError as error:
-                errors[index] = str(error)
-    peaks, best = scores.amax(-1, keepdim=True), scores.argmax(-1)
-    for index, good in zip(indices, torch.isfinite(peaks).flatten().tolist(), strict=True):
+                result.errors[index] = str(error)
+    peaks = scores.amax(-1, keepdim=True)
+    best: list[int] = scores.argmax(-1).tolist()
+    for at, good in enumerate(torch.isfinite(peaks).flatten().tolist()):
+        index = indices[at]
         if not good:
-            errors.setdefault(index, ALL_BANNED)
-    greedy = [at for at, index in enumerate(indices) if rows[index].params.greedy and index not in errors]
-    best_ids = best.tolist()
-    for at in greedy:
-        tokens[indices[at]] = best_ids[at]
-    noisy = [at for at, index in enumerate(indices) if not rows[index].params.greedy and index not in errors]
-    if not noisy:
-        return
-    if len(noisy) < len(indices):
-        scores, peaks, best = scores[noisy], peaks[noisy], best[noisy]
-    chosen = [rows[indices[at]] for at in noisy]
-    temperatures = torch.tensor([row.params.temperature for row in chosen], dtype=torch.float32, device=logits.device)
-    scores.sub_(peaks).div_(temperatures[:, None])
-    for at, token_id in zip(noisy, _noisy_argmax(scores, best, chosen), strict=True):
-        tokens[indices[at]] = token_id
+            result.errors.setdefault(index, ALL_BANNED)
+        elif rows[index].params.greedy and index not in result.errors:
+            result.token_ids[index] = best[at]
+    temperatures = torch.tensor([rows[index].params.temperature or 1.0 for index in indices], dtype=torch.float32)
+    return scores.sub_(peaks).div_(temperatures.to(logits.device)[:, None]), best
 
 
-def _noisy_argmax(scores: torch.Tensor, best: torch.Tensor, rows: list[SampleRow]) -> list[int]:
-    """The winners of scores [N, V] plus noise; `best` [N] holds ids whose score is 0, the maximum."""
+def _candidates(
+    scores: torch.Tensor,
+    indices: list[int],
+    rows: Sequence[SampleRow],
+    bounds: list[float],
+    keys: dict[int, tuple[int, int]],
+) -> Candidates:
+    """Of scores [N, V], which stand for the rows at `indices`, all that may win."""
     device = scores.device
-    keys = torch.tensor([noise.row_key(row.seed, row.output_index) for row in rows], dtype=torch.int64, device=device)
-    whole = [at for at, row in enumerate(rows) if not row.params.truncates]
+    own = torch.tensor(indices, device=device)
     found = []
-    if len(whole) == len(rows):
-        found.append(_possible_winners(scores, best, keys))
-    elif whole:
-        at, ids = _possible_winners(scores[whole], best[whole], keys[whole])
-        found.append((torch.tensor(whole, device=device)[at], ids))
-    for index, row in enumerate(rows):
-        if row.params.truncates:
-            ids = kept_token_ids(scores[index], row.params)
-            found.append((torch.full_like(ids, index), ids))
+    whole = [at for at, index in enumerate(indices) if not rows[index].params.truncates]
+    if whole:
+        chosen = torch.tensor(whole, device=device)
+        key = torch.tensor([keys[indices[at]] for at in whole], dtype=torch.int64, device=device)
+        bound = torch.tensor([bounds[at] for at in whole], dtype=torch.float32, device=device)
+        at, ids = _possible_winners(scores if len(whole) == len(indices) else scores[chosen], bound, key)
+        found.append((chosen[at], ids))
+    truncated = [at for at, index in enumerate(indices) if rows[index].params.truncates]
+    if truncated:
+        some = scores if len(truncated) == len(indices) else scores[truncated]
+        at, ids = kept_token_ids(some, [rows[indices[at]].params for at in truncated])
+        found.append((torch.tensor(truncated, device=device)[at], ids))
     at, ids = torch.cat([pair[0] for pair in found]), torch.cat([pair[1] for pair in found])
-    totals = scores[at, ids] + noise.gumbel_from_bits(noise.uniform_bits(keys[at, 0], keys[at, 1], ids))
-    highest = torch.full((len(rows),), -torch.inf, device=device).scatter_reduce_(0, at, totals, "amax")
-    wins = torch.nonzero(totals == highest[at]).flatten()
-    lowest = torch.full((len(rows),), scores.shape[1], dtype=torch.int64, device=device)
-    winners: list[int] = lowest.scatter_reduce_(0, at[wins], ids[wins], "amin").tolist()
-    return winners
+    return own[at], ids, scores[at, ids]
 
 
 def _possible_winners(
-    scores: torch.Tensor, best: torch.Tensor, keys: torch.Tensor
+    scores: torch.Tensor, bound: torch.Tensor, key: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row and token id of each (row, token) of scores [N, V] that noise may make the winner; see the module's text."""
-    k0, k1 = keys[:, :1], keys[:, 1:]
-    bound = noise.gumbel_from_bits(noise.uniform_bits(k0, k1, best[:, None]))
+    """Row and token id of each (row, token) of scores [N, V] that can reach the row's bound; see the module's text."""
     # 2^y ≤ 2^⌊y⌋ · (1 + frac y), and the right side is what y · 2^23 reads as, once the exponent's bias is added.
-    reach = (scores - bound).mul_(_EXP_SCALE).add_(_EXP_BIAS).clamp_(min=0.0).to(torch.int32).view(torch.float32)
-    reach.mul_(_MARGIN * 2.0**32).add_(1.0)
-    bits = noise.uniform_bits(k0, k1, torch.arange(scores.shape[1], device=scores.device)[None])
+    reach = (scores - bound[:, None]).mul_(_EXP_SCALE).add_(_EXP_BIAS).clamp_(min=0.0)
+    reach = reach.to(torch.int32).view(torch.float32).mul_(_MARGIN * 2.0**32).add_(1.0)
+    bits = noise.uniform_bits(key[:, :1], key[:, 1:], torch.arange(scores.shape[1], device=scores.device)[None])
     at, ids = torch.nonzero(bits.to(torch.float32) <= reach, as_tuple=True)
     return at, ids
 
 
-def _logprobs(
-    logits: torch.Tensor, rows: Sequence[SampleRow], tokens: list[int | None]
-) -> list[PositionLogprobs | None]:
-    found: list[PositionLogprobs | None] = [None] * len(rows)
+def _winners(
+    at: torch.Tensor,
+    ids: torch.Tensor,
+    scores: torch.Tensor,
+    keys: dict[int, tuple[int, int]],
+    num_rows: int,
+    vocab_size: int,
+) -> dict[int, int]:
+    """By row, the candidate whose score plus noise is highest; of several the lowest id."""
+    device = scores.device
+    table = torch.zeros((num_rows, 2), dtype=torch.int64)
+    table[list(keys)] = torch.tensor(list(keys.values()), dtype=torch.int64)
+    key = table.to(device)[at]
+    totals = scores + noise.gumbel_from_bits(noise.uniform_bits(key[:, 0], key[:, 1], ids))
+    highest = torch.full((num_rows,), -torch.inf, device=device).scatter_reduce_(0, at, totals, "amax")
+    wins = torch.nonzero(totals == highest[at]).flatten()
+    lowest = torch.full((num_rows,), vocab_size, dtype=torch.int64, device=device)
+    winners = lowest.scatter_reduce_(0, at[wins], ids[wins], "amin").tolist()
+    return {index: token_id for index, token_id in enumerate(winners) if token_id < vocab_size}
+
+
+def _add_logprobs(logits: torch.Tensor, rows: Sequence[SampleRow], result: SampleResult) -> None:
     wanted, ids, top = [], [], []
-    for index, (row, token_id) in enumerate(zip(rows, tokens, strict=True)):
+    for index, (row, token_id) in enumerate(zip(rows, result.token_ids, strict=True)):
         if row.params.top_logprobs is not None and token_id is not None:
             wanted.append(index)
             ids.append(token_id)
             top.append(row.params.top_logprobs)
     if wanted:
-        for index, entry in zip(wanted, position_logprobs(logits[wanted], ids, top), strict=True):
-            found[index] = entry
-    return found
+        some = logits if len(wanted) == len(rows) else logits[wanted]
+        for index, entry in zip(wanted, position_logprobs(some, ids, top), strict=True):
+            result.logprobs[index] = entry
