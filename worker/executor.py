@@ -107,6 +107,13 @@ class Executor:
             self._tell_drafting(plans)
         return settlement.outcome(self._clock() - began_s)
 
+    def reset(self) -> None:
+        """Forget all sequences: a new leader, or the same one in a new epoch, admits anew."""
+        for slot in self.sequences.slots():
+            self.drafting.forget(slot)
+        self.drafting.flush()
+        self.sequences.clear()
+
     # ------------------------------------------------------------------------------------------------------ planning
 
     def _plan(self, step: Step, settlement: Settlement) -> list[RowPlan]:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from engine.batch import EngineInfo
 from worker.steps import Admission, Finish, Resident, SamplingParams
 
 
@@ -30,6 +31,11 @@ class Limits:
     num_blocks: int
     block_size: int
     max_sequences: int
+
+
+def limits_of(info: EngineInfo) -> Limits:
+    """The limits of an engine."""
+    return Limits(info.vocab_size, info.max_model_len, info.num_blocks, info.block_size, info.max_sequences)
 
 
 @dataclass(slots=True)
@@ -101,6 +107,10 @@ class SequenceTable:
     def get(self, slot: int) -> Sequence | None:
         """The sequence in a slot, ended ones included."""
         return self._held.get(slot)
+
+    def slots(self) -> list[int]:
+        """The occupied ones."""
+        return list(self._held)
 
     def release(self, slot: int) -> None:
         """Forget a slot; releasing an empty one is harmless."""

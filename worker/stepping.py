@@ -1,6 +1,7 @@
 """The step thread: owns the engine, runs issued steps one after the other, and tells the event loop what came of them.
 
-    loop thread      submit(step) ──▶ queue (at most MAX_QUEUED) ──▶ step thread: Executor.run ──▶ on_outcome (loop thread)
+    submit(step) ──▶ queue (at most MAX_QUEUED) ──▶ Executor.run ──▶ on_outcome(outcome)
+    loop thread                                     step thread      loop thread
 
 Step n + 1 starts after n has ended, never before. A step that has started always ends; queued ones can be dropped. When
 the engine is beyond repair, or the code is wrong, the thread ends with its error in `failed`.
@@ -14,13 +15,15 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from cluster.logs import event
 from worker.executor import Executor
 from worker.steps import Step, StepOutcome
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 MAX_QUEUED = 2
 """issued steps: one that runs and the next"""
@@ -47,10 +50,13 @@ class StepThread:
         self._thread = threading.Thread(target=self._run, name="step", daemon=True)
         self._thread.start()
 
-    async def load(self, make: Callable[[], Executor]) -> Executor:
-        """Build the executor on the step thread, which then owns it; its exception is raised here."""
-        self._executor = await self._call(make)
-        return self._executor
+    async def load(self, make: Callable[[], T]) -> T:
+        """Build the engine on the step thread, which owns it from then on; its exception is raised here."""
+        return await self._call(make)
+
+    def adopt(self, executor: Executor) -> None:
+        """Steps run on this one."""
+        self._executor = executor
 
     def submit(self, step: Step) -> None:
         """Queue a step. Raises TooManySteps beyond the protocol's depth."""
@@ -70,7 +76,7 @@ class StepThread:
         """Run a function on the step thread, between steps."""
         executor = self._executor
         if executor is None:
-            raise RuntimeError("the engine is not loaded")
+            raise RuntimeError("no executor was adopted")
         return await self._call(lambda: function(executor))
 
     def running_step_s(self) -> float:

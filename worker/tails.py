@@ -157,6 +157,11 @@ class TailTable:
                 followed.idle_rows = 0
             self._commit(followed, sequence)
 
+    @property
+    def has_news(self) -> bool:
+        """Whether a drain would find something; may be wrong for a moment, either way."""
+        return bool(self._dirty or self._closes)
+
     def forget(self, slot: int) -> None:
         """Stop following a slot."""
         with self._lock:

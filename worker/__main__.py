@@ -1,0 +1,141 @@
+"""The worker process: `python -m worker --help`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import uuid
+
+from cluster import logs
+from cluster.config import load
+from cluster.health import Health
+from cluster.server import CannotBind, add_health, bind, create_server, join_address, run_until_signal
+from engine.noise import choice_seed
+from worker.attachment import Attachment
+from worker.config import WorkerConfig
+from worker.drafting import DraftLink
+from worker.executor import Executor, NoDrafting
+from worker.loading import load_engine
+from worker.sequences import SequenceTable, limits_of
+from worker.stepping import StepThread
+from worker.steps import StepOutcome
+
+logger = logging.getLogger("worker")
+
+HEALTH_PERIOD_S = 0.25
+
+
+async def serve(config: WorkerConfig) -> int:
+    """Load, attach, execute until relieved or told to stop; the exit status."""
+    server = create_server()
+    health = add_health(server)
+    address = "-"
+    if config.port >= 0:
+        address = join_address(config.host, bind(server, config.host, config.port))
+    await server.start()
+    worker = await _build(config)
+    worker.address = address
+    stop = asyncio.Event()
+    parts = [asyncio.ensure_future(worker.attachment.run()), asyncio.ensure_future(worker.report_health(health))]
+    if worker.link is not None:
+        parts.append(asyncio.ensure_future(worker.link.run()))
+    ended = asyncio.ensure_future(asyncio.wait([worker.steps.failed, *parts], return_when=asyncio.FIRST_COMPLETED))
+    ended.add_done_callback(lambda _: stop.set())
+    try:
+        await run_until_signal(server, worker.drain, health=health, stop=stop)
+    finally:
+        for part in (ended, *parts):
+            part.cancel()
+        results = await asyncio.gather(*parts, return_exceptions=True)
+        worker.steps.stop()
+    crashes = [error for error in results if isinstance(error, Exception)]
+    for error in crashes:
+        logs.event(logger, "a part of the worker crashed", level=logging.ERROR, error=error)
+    return 1 if crashes or worker.steps.failed.done() else 0
+
+
+class Worker:
+    """The parts of one worker process, wired together."""
+
+    def __init__(self, config: WorkerConfig, steps: StepThread) -> None:
+        self.config = config
+        self.steps = steps
+        self.address = "-"
+        self.link: DraftLink | None = None
+        self.attachment: Attachment
+        self._ready = False
+
+    def send_outcome(self, outcome: StepOutcome) -> None:
+        """From the step thread, by way of the loop, to the scheduler."""
+        self.attachment.send_outcome(outcome)
+
+    def send_heartbeat(self) -> None:
+        """The scheduler should know at once that drafts can, or can't, be had."""
+        self.attachment.send_heartbeat()
+
+    def note_attached(self, attached: bool) -> None:
+        """Say once on stdout that the worker serves."""
+        if attached and not self._ready:
+            self._ready = True
+            print(f"READY worker {self.address}", flush=True)
+
+    async def drain(self) -> None:
+        """Finish or hand over what runs."""
+        if not self.steps.failed.done():
+            await self.attachment.drain(self.config.drain_timeout_s)
+
+    async def report_health(self, health: Health) -> None:
+        """SERVING while attached and no step hangs."""
+        while True:
+            serving = self.attachment.attached and self.steps.running_step_s() < self.config.hung_step_s
+            health.set("", serving)
+            health.set(self.config.model_name, serving)
+            await asyncio.sleep(HEALTH_PERIOD_S)
+
+
+async def _build(config: WorkerConfig) -> Worker:
+    """Load the engine and wire everything up."""
+    worker_id = config.worker_id or f"worker-{uuid.uuid4().hex[:8]}"
+    worker = Worker(config, StepThread(lambda outcome: worker.send_outcome(outcome)))
+    engine = await worker.steps.load(lambda: load_engine(config))
+    limits = limits_of(engine.info)
+    if config.draft == "on":
+        worker.link = DraftLink(
+            worker_id=worker_id,
+            model=config.model_name,
+            vocab_size=limits.vocab_size,
+            stall_s=config.draft_stall_s,
+            on_change=worker.send_heartbeat,
+        )
+    executor = Executor(engine, SequenceTable(limits, choice_seed), worker.link or NoDrafting())
+    worker.steps.adopt(executor)
+    worker.attachment = Attachment(
+        scheduler=config.scheduler,
+        worker_id=worker_id,
+        boot_id=uuid.uuid4().hex,
+        model=config.model_name,
+        steps=worker.steps,
+        executor=executor,
+        link=worker.link,
+        on_attached=worker.note_attached,
+    )
+    return worker
+
+
+def main() -> int:
+    """Entry point; the exit status."""
+    config = load(WorkerConfig, "worker")
+    logs.setup("worker")
+    try:
+        return asyncio.run(serve(config))
+    except (CannotBind, ValueError, OSError) as error:
+        # What the user can mend: a port in use, a model that can't be served, not enough memory for it.
+        logs.event(logger, "the worker can't start", level=logging.ERROR, why=str(error))
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

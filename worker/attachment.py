@@ -1,0 +1,223 @@
+"""The worker's side of the attach stream: it dials, introduces itself, runs what it is told and says what came of it.
+
+    dialling ──Hello──▶ waiting ──Welcome──▶ attached ──▶ lost ──▶ (back-off) ──▶ dialling
+                                                 └──drain──▶ draining ──Drained──▶ ended
+
+Hello is said only after the running step has ended and the queued ones were dropped; what the slots still hold is
+offered in it, and forgotten at Welcome. Whatever carries another term or epoch than the Welcome's is dropped, and so is the
+outcome of a step that was issued in an earlier epoch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import grpc
+from tandem.v1 import scheduler_pb2, scheduler_pb2_grpc
+
+from cluster.channel import backoff_delay_s, connect
+from cluster.logs import event
+from worker.convert import (
+    draining_to_proto,
+    heartbeat_to_proto,
+    hello_to_proto,
+    result_to_proto,
+    step_from_proto,
+)
+from worker.drafting import DraftLink
+from worker.executor import Executor
+from worker.stepping import StepThread, TooManySteps
+from worker.steps import Resident, StepOutcome
+
+logger = logging.getLogger(__name__)
+
+WELCOME_TIMEOUT_S = 5.0
+HEARTBEAT_S = 1.0
+MAX_BACKOFF_S = 2.0
+
+
+class StreamEnded(Exception):
+    """The scheduler ended the stream, or broke the protocol."""
+
+
+class Attachment:
+    """See the module's text. Everything happens on the event loop."""
+
+    def __init__(
+        self,
+        *,
+        scheduler: str,
+        worker_id: str,
+        boot_id: str,
+        model: str,
+        steps: StepThread,
+        executor: Executor,
+        link: DraftLink | None,
+        on_attached: Callable[[bool], None] = lambda attached: None,
+    ) -> None:
+        self.attached = False
+        self.last_step = 0
+        """number of the last step whose result was sent, in this epoch"""
+        self._scheduler = scheduler
+        self._identity = (worker_id, boot_id, model)
+        self._steps = steps
+        self._fingerprint = executor.engine.info.fingerprint
+        self._limits = executor.sequences.limits
+        self._link = link
+        self._on_attached = on_attached
+        self._term = 0
+        self._epoch = 0
+        self._issued = 0
+        self._highest_term = 0
+        self._outbox: asyncio.Queue[scheduler_pb2.AttachRequest] = asyncio.Queue()
+        self._draining = False
+        self._drained = asyncio.Event()
+        self._ended = asyncio.Event()
+
+    async def run(self) -> None:
+        """Attach, and attach again whenever the stream is lost; returns once relieved, or lost while draining."""
+        attempt = 0
+        try:
+            while not (self._drained.is_set() or self._draining):
+                try:
+                    await self._converse()
+                except (grpc.RpcError, TimeoutError, StreamEnded, TooManySteps) as error:
+                    if self.attached or attempt == 0:
+                        event(logger, "no scheduler", level=logging.WARNING, at=self._scheduler, why=_reason(error))
+                attempt = 0 if self.attached else attempt + 1
+                self._set_attached(False)
+                if not (self._drained.is_set() or self._draining):
+                    await asyncio.sleep(backoff_delay_s(attempt, max_s=MAX_BACKOFF_S))
+        finally:
+            self._set_attached(False)
+            self._ended.set()
+
+    async def drain(self, timeout_s: float) -> None:
+        """Ask to be relieved, and go on executing until that is so, the stream is lost or the time is over."""
+        self._draining = True
+        if not self.attached:
+            return
+        self._outbox.put_nowait(draining_to_proto())
+        try:
+            await asyncio.wait_for(self._ended.wait(), timeout_s)
+        except TimeoutError:
+            event(logger, "not relieved in time", level=logging.WARNING, timeout_s=timeout_s)
+
+    def send_outcome(self, outcome: StepOutcome) -> None:
+        """Pass on what came of a step, if its epoch still is the stream's."""
+        if self.attached and (outcome.term, outcome.epoch) == (self._term, self._epoch):
+            self._outbox.put_nowait(result_to_proto(outcome))
+
+    def send_heartbeat(self) -> None:
+        """Tell now how things stand; without effect while nobody listens."""
+        if self.attached:
+            self._outbox.put_nowait(self._heartbeat())
+
+    # ------------------------------------------------------------------------------------------------------ one stream
+
+    async def _converse(self) -> None:
+        """One stream, from Hello to its end."""
+        await self._steps.settle()
+        residents = await self._steps.call(_residents)
+        channel = connect(self._scheduler)
+        call = scheduler_pb2_grpc.SchedulerServiceStub(channel).Attach()
+        parts: list[asyncio.Task[None]] = []
+        try:
+            await self._introduce(call, residents)
+            await self._steps.call(Executor.reset)
+            self._outbox = asyncio.Queue()
+            self.last_step = self._issued = 0
+            self._set_attached(True)
+            parts = [asyncio.ensure_future(part) for part in (self._read(call), self._write(call), self._beat())]
+            done, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
+            for part in done:
+                part.result()
+        finally:
+            for part in parts:
+                part.cancel()
+            await asyncio.gather(*parts, return_exceptions=True)
+            call.cancel()
+            await channel.close()
+
+    async def _introduce(self, call: grpc.aio.StreamStreamCall, residents: list[Resident]) -> None:
+        """Hello and Welcome. Raises StreamEnded for a scheduler that is not the newest known."""
+        worker_id, boot_id, model = self._identity
+        hello = hello_to_proto(
+            worker_id=worker_id,
+            boot_id=boot_id,
+            model=model,
+            fingerprint=self._fingerprint,
+            limits=self._limits,
+            highest_term=self._highest_term,
+            residents=residents,
+        )
+        async with asyncio.timeout(WELCOME_TIMEOUT_S):
+            await call.write(hello)
+            first = await call.read()
+        if first is grpc.aio.EOF:
+            raise StreamEnded(f"refused: {await call.details() or (await call.code()).name}")
+        if first.WhichOneof("message") != "welcome":
+            raise StreamEnded("the scheduler's first message is no welcome")
+        welcome = first.welcome
+        if welcome.term < self._highest_term:
+            raise StreamEnded(f"the scheduler's term {welcome.term} is below {self._highest_term}")
+        self._term, self._epoch, self._highest_term = welcome.term, welcome.epoch, welcome.term
+        event(logger, "attached", scheduler=self._scheduler, term=self._term, epoch=self._epoch, offered=len(residents))
+
+    async def _read(self, call: grpc.aio.StreamStreamCall) -> None:
+        """Take steps and news until the stream ends or the worker is relieved."""
+        while True:
+            message: scheduler_pb2.AttachResponse = await call.read()
+            if message is grpc.aio.EOF:
+                code = await call.code()
+                raise StreamEnded(await call.details() or f"the scheduler ended the stream ({code.name})")
+            kind = message.WhichOneof("message")
+            if kind == "step":
+                self._take(message.step)
+            elif kind == "draft_workers" and self._link is not None:
+                self._link.set_addresses(list(message.draft_workers.addresses))
+            elif kind == "drained":
+                event(logger, "relieved")
+                self._drained.set()
+                return
+
+    def _take(self, step: scheduler_pb2.Step) -> None:
+        if (step.term, step.epoch) != (self._term, self._epoch) or step.number <= self._issued:
+            event(logger, "stale step dropped", term=step.term, epoch=step.epoch, number=step.number)
+            return
+        self._issued = step.number
+        self._steps.submit(step_from_proto(step))
+
+    async def _write(self, call: grpc.aio.StreamStreamCall) -> None:
+        outbox = self._outbox
+        while True:
+            message = await outbox.get()
+            await call.write(message)
+            if message.WhichOneof("message") == "result":
+                self.last_step = message.result.number
+
+    async def _beat(self) -> None:
+        while True:
+            self.send_heartbeat()
+            await asyncio.sleep(HEARTBEAT_S)
+
+    def _heartbeat(self) -> scheduler_pb2.AttachRequest:
+        drafting = self._link is not None and self._link.drafting
+        return heartbeat_to_proto(self.last_step, self._steps.running_step_s(), drafting)
+
+    def _set_attached(self, attached: bool) -> None:
+        if attached != self.attached:
+            self.attached = attached
+            self._on_attached(attached)
+
+
+def _residents(executor: Executor) -> list[Resident]:
+    return executor.sequences.residents()
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return error.details() or error.code().name
+    return str(error) or type(error).__name__

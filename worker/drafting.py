@@ -1,0 +1,195 @@
+"""The link to a draft worker: one stream, which nobody waits for.
+
+    no address ──▶ dialling ──▶ linked ──▶ broken ──▶ (back-off) ──▶ dialling the next address
+                       └────────────────────▲
+
+The step thread only touches the tail table (worker/tails.py); this loop carries what is in it to and fro. The circuit
+breaker is the link itself: an error, the stream's end or a silence of `stall_s` after something was sent breaks it, all
+slots are forgotten, and decoding is plain from the very next step. `drafting` says whether drafts can be had; each
+change is told to the scheduler at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import zlib
+from collections.abc import Callable
+
+import grpc
+from tandem.v1 import draft_pb2, draft_pb2_grpc
+
+from cluster.channel import backoff_delay_s, connect
+from cluster.logs import event
+from worker.convert import draft_hello_to_proto, outgoing_to_proto, tails_from_proto
+from worker.sequences import Sequence
+from worker.tails import TailTable
+
+logger = logging.getLogger(__name__)
+
+WELCOME_TIMEOUT_S = 3.0
+MAX_BACKOFF_S = 5.0
+STEADY_AFTER_S = 10.0
+"""a link that stood for so long starts its back-off anew"""
+
+
+class LinkBroken(Exception):
+    """The draft worker ended the stream, or is silent."""
+
+
+class DraftLink:
+    """See the module's text; the first four methods are the executor's, the rest is the event loop's."""
+
+    def __init__(
+        self,
+        *,
+        worker_id: str,
+        model: str,
+        vocab_size: int,
+        stall_s: float = 2.0,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.tails = TailTable()
+        self.drafting = False
+        self.address: str | None = None
+        self._hello = draft_hello_to_proto(worker_id, model, vocab_size)
+        self._first_choice = zlib.crc32(worker_id.encode())
+        self._stall_s = stall_s
+        self._on_change = on_change
+        self._loop = asyncio.get_running_loop()
+        self._addresses: list[str] = []
+        self._addresses_changed = asyncio.Event()
+        self._noted = asyncio.Event()
+        self._awaiting_since_s: float | None = None
+
+    # ------------------------------------------------------------------------------------- from the executor's thread
+
+    def tail(self, slot: int, tokens: list[int], limit: int) -> list[int]:
+        """See executor.Drafting."""
+        return self.tails.tail(slot, tokens, limit)
+
+    def follow(self, sequence: Sequence, max_draft_tokens: int) -> None:
+        """See executor.Drafting."""
+        self.tails.follow(sequence, max_draft_tokens)
+
+    def forget(self, slot: int) -> None:
+        """See executor.Drafting."""
+        self.tails.forget(slot)
+
+    def flush(self) -> None:
+        """See executor.Drafting."""
+        if self.tails.has_news:
+            try:
+                self._loop.call_soon_threadsafe(self._noted.set)
+            except RuntimeError:
+                # The loop is closed; the process is about to end.
+                return
+
+    # ----------------------------------------------------------------------------------------------- on the event loop
+
+    def set_addresses(self, addresses: list[str]) -> None:
+        """Where draft workers are now. A link to one that is no longer listed ends."""
+        if sorted(addresses) != self._addresses:
+            self._addresses = sorted(addresses)
+            self._addresses_changed.set()
+
+    async def run(self) -> None:
+        """Keep a link while there is an address; until cancelled."""
+        attempt = 0
+        while True:
+            self._addresses_changed.clear()
+            if not self._addresses:
+                await self._addresses_changed.wait()
+                continue
+            self.address = self._addresses[(self._first_choice + attempt) % len(self._addresses)]
+            began_s = time.monotonic()
+            try:
+                await self._converse(self.address)
+            except (grpc.RpcError, TimeoutError, LinkBroken) as error:
+                if self.drafting or attempt == 0:
+                    event(logger, "no drafts", level=logging.WARNING, draft_worker=self.address, why=_reason(error))
+            finally:
+                self._set_linked(False)
+            attempt = 0 if time.monotonic() - began_s > STEADY_AFTER_S else attempt + 1
+            try:
+                delay_s = backoff_delay_s(attempt, max_s=MAX_BACKOFF_S)
+                await asyncio.wait_for(self._addresses_changed.wait(), delay_s)
+            except TimeoutError:
+                continue
+
+    async def _converse(self, address: str) -> None:
+        """One stream, from Hello until it breaks or the address is no longer listed."""
+        channel = connect(address)
+        call = draft_pb2_grpc.DraftServiceStub(channel).Draft()
+        parts: list[asyncio.Task[None]] = []
+        try:
+            async with asyncio.timeout(WELCOME_TIMEOUT_S):
+                await call.write(self._hello)
+                welcome = await call.read()
+            if welcome is grpc.aio.EOF:
+                # Awaiting the end's status raises what the draft worker said.
+                raise LinkBroken(f"refused: {await call.details() or (await call.code()).name}")
+            self._awaiting_since_s = None
+            self._set_linked(True)
+            event(logger, "draft worker linked", draft_worker=address)
+            parts = [
+                asyncio.ensure_future(part)
+                for part in (self._read(call), self._write(call), self._watch(), self._unlisted(address))
+            ]
+            done, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
+            for part in done:
+                part.result()
+        finally:
+            for part in parts:
+                part.cancel()
+            await asyncio.gather(*parts, return_exceptions=True)
+            call.cancel()
+            await channel.close()
+
+    async def _read(self, call: grpc.aio.StreamStreamCall) -> None:
+        while True:
+            message: draft_pb2.DraftResponse = await call.read()
+            if message is grpc.aio.EOF:
+                raise LinkBroken("the draft worker ended the stream")
+            self._awaiting_since_s = None
+            self.tails.receive(tails_from_proto(message))
+
+    async def _write(self, call: grpc.aio.StreamStreamCall) -> None:
+        # While one write waits for a slow peer, news gathers in the table, where it is bounded.
+        while True:
+            await self._noted.wait()
+            self._noted.clear()
+            outgoing = self.tails.drain()
+            if not outgoing:
+                continue
+            if self._awaiting_since_s is None and (outgoing.opens or outgoing.commits):
+                self._awaiting_since_s = time.monotonic()
+            await call.write(outgoing_to_proto(outgoing))
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(self._stall_s / 4)
+            since_s = self._awaiting_since_s
+            if since_s is not None and time.monotonic() - since_s > self._stall_s:
+                raise LinkBroken(f"silent for {self._stall_s:g} s")
+
+    async def _unlisted(self, address: str) -> None:
+        while address in self._addresses:
+            self._addresses_changed.clear()
+            await self._addresses_changed.wait()
+
+    def _set_linked(self, linked: bool) -> None:
+        if linked:
+            self.tails.link()
+        else:
+            self.tails.unlink()
+        if linked != self.drafting:
+            self.drafting = linked
+            self._on_change()
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return error.details() or error.code().name
+    return str(error) or type(error).__name__

@@ -1,0 +1,77 @@
+"""Makes the engine that the configuration names."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+
+import torch
+
+from cluster.logs import event
+from engine.batch import Engine
+from worker.config import WorkerConfig
+
+logger = logging.getLogger(__name__)
+
+FAKE_NUM_BLOCKS = 512
+
+
+def load_engine(config: WorkerConfig) -> Engine:
+    """Load it on the calling thread, which owns it from then on; raises what the engine refuses the model with."""
+    torch.set_num_threads(config.threads or _num_cores())
+    engine = _fake(config) if config.engine == "fake" else _transformers(config)
+    info = engine.info
+    event(
+        logger,
+        "engine ready",
+        fingerprint=info.fingerprint,
+        blocks=info.num_blocks,
+        block_size=info.block_size,
+        max_model_len=info.max_model_len,
+    )
+    return engine
+
+
+def _fake(config: WorkerConfig) -> Engine:
+    from engine.fake import FakeEngine
+
+    facts = _fake_facts(Path(config.model))
+    return FakeEngine(
+        num_blocks=config.num_blocks or FAKE_NUM_BLOCKS,
+        block_size=config.block_size,
+        max_sequences=config.max_sequences,
+        max_model_len=config.max_model_len or facts.get("max_position_embeddings", 4096),
+        step_ms=config.fake_step_ms,
+        token_us=config.fake_token_us,
+        vocab_size=facts.get("vocab_size", 260),
+    )
+
+
+def _fake_facts(folder: Path) -> dict[str, int]:
+    """What the fake model's folder says of it; nothing where there is no folder."""
+    path = folder / "config.json"
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def _transformers(config: WorkerConfig) -> Engine:
+    from engine.runner import ModelRunner
+
+    return ModelRunner.load(
+        config.model,
+        dtype=config.dtype,
+        device=config.device,
+        kv_cache_gib=config.kv_cache_gib or None,
+        num_blocks=config.num_blocks or None,
+        block_size=config.block_size,
+        max_sequences=config.max_sequences,
+        max_model_len=config.max_model_len or None,
+        threads=config.threads or None,
+        progress=_progress,
+    )
+
+
+def _num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
