@@ -55,8 +55,12 @@ def row_key(seed: int, output_index: int) -> tuple[int, int]:
 
 def uniform_bits(k0: torch.Tensor, k1: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     """32 random bits each, in int64; the int64 arguments broadcast."""
-    x = _mix32_(token_ids ^ k0)
-    return _mix32_(x.add_(k1).bitwise_and_(_MASK32))
+    x = token_ids ^ k0
+    scratch = torch.empty_like(x)
+    _mix32_(x, scratch)
+    x.add_(k1).bitwise_and_(_MASK32)
+    _mix32_(x, scratch)
+    return x
 
 
 def gumbel_from_bits(bits: torch.Tensor) -> torch.Tensor:
@@ -97,8 +101,8 @@ def _mix32(x: int) -> int:
     return x ^ (x >> 15)
 
 
-def _mix32_(x: torch.Tensor) -> torch.Tensor:
-    """In place on int64 that holds 32 bits."""
-    x.bitwise_xor_(x >> 16).mul_(0x21F0AAAD).bitwise_and_(_MASK32)
-    x.bitwise_xor_(x >> 15).mul_(0x735A2D97).bitwise_and_(_MASK32)
-    return x.bitwise_xor_(x >> 15)
+def _mix32_(x: torch.Tensor, scratch: torch.Tensor) -> None:
+    """In place on int64 that holds 32 bits each; scratch has x's shape (fresh memory costs more than the shift)."""
+    x.bitwise_xor_(torch.bitwise_right_shift(x, 16, out=scratch)).mul_(0x21F0AAAD).bitwise_and_(_MASK32)
+    x.bitwise_xor_(torch.bitwise_right_shift(x, 15, out=scratch)).mul_(0x735A2D97).bitwise_and_(_MASK32)
+    x.bitwise_xor_(torch.bitwise_right_shift(x, 15, out=scratch))
