@@ -37,6 +37,7 @@ GUMBEL_MAX = 22.8740
 _MASK64 = (1 << 64) - 1
 _MASK32 = (1 << 32) - 1
 _BELOW_ONE = 1.0 - 2.0**-24
+_FLOOR_SLACK = 0.05  # what rounding u near 1 may take from E is 0.03 of it
 
 
 def choice_seed(seed: int, choice: int) -> int:
@@ -81,10 +82,10 @@ def gumbel(
     return gumbel_from_bits(uniform_bits(k0, k1, token_ids.to(torch.int64)))
 
 
-def approximate_gumbel(key: tuple[int, int], token_id: int) -> float:
-    """The noise to within 1e-5, from float64 and the host's own logarithm: for bounds, never for a decision."""
+def gumbel_floor(key: tuple[int, int], token_id: int) -> float:
+    """Below this id's noise by less than 0.1; made with the host's own logarithm, so never for a decision."""
     bits = _mix32(_mix32(token_id ^ key[0]) + key[1])
-    return -math.log(-math.log1p(-min((bits + 0.5) * 2.0**-32, _BELOW_ONE)))
+    return -math.log(-math.log1p(-min((bits + 0.5) * 2.0**-32, _BELOW_ONE))) - _FLOOR_SLACK
 
 
 def _mix64(x: int) -> int:

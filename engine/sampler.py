@@ -5,8 +5,8 @@ promises the first of several).
 A row's token and log-probabilities depend on that row alone, bit for bit: what runs on whole blocks is elementwise, a
 maximum or a sum of integers.
 
-Where nothing is truncated, noise is computed only where it can matter. With s = (l − max l) / T and b = g of the
-likeliest token, which scores b:
+Where nothing is truncated, noise is computed only where it can matter. With s = (l − max l) / T and b just below the
+g of the likeliest token, whose s is 0:
 
     v can win only if  s_v + g_v ≥ b;  g_v = −log E_v and u_v ≤ E_v,  so only if  u_v ≤ exp(s_v − b)
 
@@ -87,7 +87,7 @@ def _sample_others(logits: torch.Tensor, rows: Sequence[SampleRow], indices: lis
         if noisy:
             if len(noisy) < len(chunk):
                 scores = scores[noisy]
-            bounds = [noise.approximate_gumbel(keys[chunk[at]], best[at]) for at in noisy]
+            bounds = [noise.gumbel_floor(keys[chunk[at]], best[at]) for at in noisy]
             candidates.append(_candidates(scores, [chunk[at] for at in noisy], rows, bounds, keys))
     if candidates:
         at, ids, scores = (torch.cat(parts) for parts in zip(*candidates, strict=True))
