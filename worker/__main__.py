@@ -11,6 +11,7 @@ from cluster import logs
 from cluster.config import load
 from cluster.health import Health
 from cluster.server import CannotBind, add_health, bind, create_server, join_address, run_until_signal
+from engine.errors import ModelError
 from engine.noise import choice_seed
 from worker.attachment import Attachment
 from worker.config import WorkerConfig
@@ -40,12 +41,13 @@ async def serve(config: WorkerConfig) -> int:
     parts = [asyncio.ensure_future(worker.attachment.run()), asyncio.ensure_future(worker.report_health(health))]
     if worker.link is not None:
         parts.append(asyncio.ensure_future(worker.link.run()))
-    ended = asyncio.ensure_future(asyncio.wait([worker.steps.failed, *parts], return_when=asyncio.FIRST_COMPLETED))
-    ended.add_done_callback(lambda _: stop.set())
+    for part in parts:
+        part.add_done_callback(lambda _: stop.set())
+    worker.steps.failed.add_done_callback(lambda _: stop.set())
     try:
         await run_until_signal(server, worker.drain, health=health, stop=stop)
     finally:
-        for part in (ended, *parts):
+        for part in parts:
             part.cancel()
         results = await asyncio.gather(*parts, return_exceptions=True)
         worker.steps.stop()
@@ -58,9 +60,9 @@ async def serve(config: WorkerConfig) -> int:
 class Worker:
     """The parts of one worker process, wired together."""
 
-    def __init__(self, config: WorkerConfig, steps: StepThread) -> None:
+    def __init__(self, config: WorkerConfig) -> None:
         self.config = config
-        self.steps = steps
+        self.steps = StepThread(self.send_outcome)
         self.address = "-"
         self.link: DraftLink | None = None
         self.attachment: Attachment
@@ -97,7 +99,7 @@ class Worker:
 async def _build(config: WorkerConfig) -> Worker:
     """Load the engine and wire everything up."""
     worker_id = config.worker_id or f"worker-{uuid.uuid4().hex[:8]}"
-    worker = Worker(config, StepThread(lambda outcome: worker.send_outcome(outcome)))
+    worker = Worker(config)
     engine = await worker.steps.load(lambda: load_engine(config))
     limits = limits_of(engine.info)
     if config.draft == "on":
@@ -129,7 +131,7 @@ def main() -> int:
     logs.setup("worker")
     try:
         return asyncio.run(serve(config))
-    except (CannotBind, ValueError, OSError) as error:
+    except (CannotBind, ModelError) as error:
         # What the user can mend: a port in use, a model that can't be served, not enough memory for it.
         logs.event(logger, "the worker can't start", level=logging.ERROR, why=str(error))
         return 2

@@ -4,8 +4,8 @@
                                                  └──drain──▶ draining ──Drained──▶ ended
 
 Hello is said only after the running step has ended and the queued ones were dropped; what the slots still hold is
-offered in it, and forgotten at Welcome. Whatever carries another term or epoch than the Welcome's is dropped, and so is the
-outcome of a step that was issued in an earlier epoch.
+offered in it, and forgotten at Welcome. Whatever carries another term or epoch than the Welcome's is dropped, and so is
+the outcome of a step that was issued in an earlier epoch.
 """
 
 from __future__ import annotations

@@ -68,7 +68,6 @@ def _transformers(config: WorkerConfig) -> Engine:
         max_sequences=config.max_sequences,
         max_model_len=config.max_model_len or None,
         threads=config.threads or None,
-        progress=_progress,
     )
 
 

@@ -54,8 +54,10 @@ class Sequence:
     cache_salt: str
     num_blocks: int = 0
     finish: Finish = Finish.NOT
-    failure: str = ""
-    """set with ended: what to tell, once"""
+    failed: bool = False
+    """set with ended; its KV is not to be trusted"""
+    untold_failure: str = ""
+    """why it failed, until its next row says so"""
     ended: bool = False
     untold_finish: bool = False
     """it was admitted with no token left to emit, which its first row says"""
@@ -82,8 +84,8 @@ class Sequence:
 
     def fail(self, message: str) -> None:
         """End without a token more."""
-        self.failure = message
-        self.ended = True
+        self.untold_failure = message
+        self.ended = self.failed = True
 
 
 @dataclass(slots=True)
@@ -169,8 +171,8 @@ class SequenceTable:
         block_size = self.limits.block_size
         found = []
         for sequence in self._held.values():
-            num_blocks = min(sequence.num_blocks, -(-sequence.computed // block_size))
-            if num_blocks:
+            num_blocks = -(-sequence.computed // block_size)
+            if num_blocks and not sequence.failed:
                 ids = self.block_tables[sequence.slot, :num_blocks].tolist()
                 found.append(Resident(list(sequence.tokens), ids, sequence.computed, sequence.cache_salt))
         return found
@@ -179,7 +181,7 @@ class SequenceTable:
         """Raise AssertionError where a sequence breaks the invariants above."""
         for slot, sequence in self._held.items():
             assert sequence.slot == slot
-            if sequence.failure:
+            if sequence.failed:
                 continue
             assert 0 < sequence.num_prompt <= sequence.known <= self.limits.max_model_len, sequence
             assert 0 <= sequence.computed < sequence.known, sequence

@@ -30,16 +30,16 @@ class Settlement:
 
     def settle_ended(self, row: int, sequence: Sequence) -> None:
         """A row of an ended sequence does nothing, except that what nobody was told yet is told."""
-        if sequence.failure:
-            self._failures.append(RowFailure(row, "ROW_FAILED", sequence.failure))
-            sequence.failure = ""
+        if sequence.untold_failure:
+            self._failures.append(RowFailure(row, "ROW_FAILED", sequence.untold_failure))
+            sequence.untold_failure = ""
         elif sequence.untold_finish:
             self._finishes[row] = sequence.finish
             sequence.untold_finish = False
 
     def fail(self, plan: RowPlan, reason: str, message: str) -> None:
         """A row failed: its sequence is over, and this is the telling of it."""
-        plan.sequence.ended = True
+        plan.sequence.ended = plan.sequence.failed = True
         self._failed_rows.add(plan.row)
         self._failures.append(RowFailure(plan.row, reason, message))
 
