@@ -1,0 +1,101 @@
+"""The draft worker process: `python -m draft_worker --help`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import uuid
+
+from tandem.v1 import draft_pb2_grpc
+
+from cluster import logs
+from cluster.config import load
+from cluster.server import CannotBind, add_health, bind, create_server, join_address, run_until_signal
+from cluster.telemetry import Telemetry
+from draft_worker.announcement import Announcement
+from draft_worker.config import DraftWorkerConfig
+from draft_worker.drafting import Drafter, DraftThread
+from draft_worker.loading import load_proposer
+from draft_worker.mirrors import MirrorTable
+from draft_worker.servicer import DraftServicer
+from engine.errors import ModelError
+
+logger = logging.getLogger("draft_worker")
+
+SERVICE_NAME = "tandem.v1.DraftService"
+
+
+async def serve(config: DraftWorkerConfig) -> int:
+    """Load, listen, announce, draft until told to stop; the exit status."""
+    servicer = DraftServicer(config.target)
+    thread = DraftThread(servicer.deliver)
+    servicer.inbox = thread.inbox
+    server = create_server()
+    health = add_health(server)
+    draft_pb2_grpc.add_DraftServiceServicer_to_server(servicer, server)
+    address = join_address(config.host, bind(server, config.host, config.port))
+    await thread.start(lambda: Drafter(load_proposer(config), MirrorTable(config.max_mirrors, config.max_draft_tokens)))
+    assert thread.drafter is not None
+    await server.start()
+    telemetry = await _telemetry(config, servicer, thread.drafter)
+    announcement = Announcement(
+        scheduler=config.scheduler,
+        worker_id=config.worker_id or f"draft-{uuid.uuid4().hex[:8]}",
+        model=config.target,
+        address=config.advertise or address,
+        proposer=thread.drafter.proposer.name,
+    )
+    announcing = asyncio.ensure_future(announcement.run())
+    stop = asyncio.Event()
+    for part in (announcing, thread.ended):
+        part.add_done_callback(lambda _: stop.set())
+    for name in ("", SERVICE_NAME):
+        health.set(name, True)
+    print(f"READY draft_worker {address}", flush=True)
+
+    async def drain() -> None:
+        # Workers need no notice: without tails they decode plainly from the next step.
+        announcing.cancel()
+        await asyncio.gather(announcing, return_exceptions=True)
+
+    try:
+        await run_until_signal(server, drain, health=health, grace_s=0.5, stop=stop)
+    finally:
+        crashed = thread.ended.done() or (announcing.done() and not announcing.cancelled())
+        announcing.cancel()
+        thread.inbox.stop()
+        if telemetry is not None:
+            await telemetry.close()
+    return 1 if crashed else 0
+
+
+async def _telemetry(config: DraftWorkerConfig, servicer: DraftServicer, drafter: Drafter) -> Telemetry | None:
+    if config.metrics_port < 0:
+        return None
+    telemetry = Telemetry("draft_worker")
+    telemetry.gauge("draft_workers_linked", "Workers linked.", read=lambda: servicer.num_streams)
+    telemetry.gauge("draft_mirrors", "Sequences followed.", read=lambda: len(drafter.mirrors))
+    telemetry.gauge("draft_tokens_guessed", "Tokens guessed so far.", read=lambda: drafter.num_guessed)
+    telemetry.gauge("draft_openings_refused", "Openings beyond max_mirrors.", read=lambda: drafter.mirrors.num_refused)
+    port = await telemetry.serve(config.host, config.metrics_port)
+    logs.event(logger, "metrics served", port=port)
+    return telemetry
+
+
+def main() -> int:
+    """Entry point; the exit status."""
+    config = load(DraftWorkerConfig, "draft_worker")
+    logs.setup("draft_worker")
+    try:
+        return asyncio.run(serve(config))
+    except (CannotBind, ModelError) as error:
+        # What the user can mend: a port in use, a model that can't be served, another vocabulary.
+        logs.event(logger, "the draft worker can't start", level=logging.ERROR, why=str(error))
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""The drafting thread: brings mirrors up to date, guesses in rounds, hands out tails.
+
+    inbox ──▶ mirrors ──▶ one round of the proposer, over the hungriest mirrors ──▶ tails ──▶ event loop
+      ▲                                                                  │
+      └───────────── nothing wanted: wait ◀──────────────────────────────┘
+
+A round is one forward pass at most, so that a commit is never further away than that. An error of the proposer costs
+the mirrors of its round; MAX_FAILURES in a row end the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+
+from cluster.logs import event
+from draft_worker.inbox import Delivery, Inbox
+from draft_worker.mirrors import Mirror, MirrorTable, Tail
+from draft_worker.proposer import Proposer
+
+logger = logging.getLogger(__name__)
+
+MAX_FAILURES = 3
+
+Tails = dict[int, list[Tail]]
+"""by stream"""
+
+
+class Drafter:
+    """The thread's work, one round at a time; synchronous, so that tests can drive it."""
+
+    def __init__(self, proposer: Proposer, mirrors: MirrorTable) -> None:
+        self.proposer = proposer
+        self.mirrors = mirrors
+        self.num_guessed = 0
+        self._failures = 0
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is wanted until news come."""
+        return not any(mirror.wanted > 0 for mirror in self.mirrors)
+
+    def update(self, delivery: Delivery) -> Tails:
+        """Apply what workers sent; the answers that can be given at once."""
+        for stream in delivery.ended_streams:
+            self._forget(self.mirrors.drop_stream(stream))
+        for stream, news in delivery.news.items():
+            self._forget(self.mirrors.apply(stream, news))
+        # Every opening and commit is answered, be it with no tail at all, so that silence means trouble.
+        answers: Tails = {stream: [] for stream, news in delivery.news.items() if news.opens or news.commits}
+        return answers | self._tails(list(self.mirrors))
+
+    def guess(self) -> Tails:
+        """One round. Raises what the proposer raised MAX_FAILURES times in a row."""
+        hungry = self.mirrors.hungry()
+        if not hungry:
+            return {}
+        before = sum(len(mirror.guess) for mirror in hungry)
+        try:
+            self.proposer.extend(hungry)
+        except Exception as error:
+            self._failures += 1
+            event(logger, "a round failed", level=logging.ERROR, error=error, mirrors=len(hungry))
+            if self._failures >= MAX_FAILURES:
+                raise
+            for mirror in hungry:
+                self.mirrors.drop(mirror)
+            self._forget(hungry)
+            return {}
+        self._failures = 0
+        self.num_guessed += sum(len(mirror.guess) for mirror in hungry) - before
+        return self._tails(hungry)
+
+    def _forget(self, gone: list[Mirror]) -> None:
+        for mirror in gone:
+            self.proposer.forget(mirror)
+
+    def _tails(self, mirrors: list[Mirror]) -> Tails:
+        tails: Tails = {}
+        for mirror in mirrors:
+            if mirror.wants_sending():
+                tails.setdefault(mirror.stream, []).append(mirror.tail())
+        return tails
+
+
+class DraftThread:
+    """Runs a Drafter on a thread of its own. The public methods are for the event loop."""
+
+    def __init__(self, deliver: Callable[[int, list[Tail]], None]) -> None:
+        """deliver(stream, tails) is called on the event loop."""
+        self.inbox = Inbox()
+        self.drafter: Drafter | None = None
+        self._deliver = deliver
+        self._loop = asyncio.get_running_loop()
+        self.ended: asyncio.Future[None] = self._loop.create_future()
+        """resolves when the thread ends, with the exception that ended it"""
+
+    async def start(self, make: Callable[[], Drafter]) -> None:
+        """Build the drafter on the thread, which owns it from then on; its exception is raised here."""
+        built: asyncio.Future[None] = self._loop.create_future()
+        threading.Thread(target=self._run, args=(make, built), name="draft", daemon=True).start()
+        await built
+
+    def _run(self, make: Callable[[], Drafter], built: asyncio.Future[None]) -> None:
+        try:
+            drafter = self.drafter = make()
+        except BaseException as error:
+            self._post(_resolve, built, error)
+            return
+        self._post(_resolve, built, None)
+        try:
+            while True:
+                delivery = self.inbox.take(wait=drafter.idle)
+                if delivery.stopped:
+                    break
+                self._hand_out(drafter.update(delivery))
+                self._hand_out(drafter.guess())
+        except BaseException as error:
+            event(logger, "the drafting thread ended", level=logging.ERROR, error=error)
+            self._post(_resolve, self.ended, error)
+        else:
+            self._post(_resolve, self.ended, None)
+
+    def _hand_out(self, tails: Tails) -> None:
+        for stream, of_stream in tails.items():
+            self._post(self._deliver, stream, of_stream)
+
+    def _post(self, function: Callable[..., None], *arguments: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(function, *arguments)
+        except RuntimeError:
+            # The loop is closed: the process is about to end and nobody listens.
+            return
+
+
+def _resolve(future: asyncio.Future[None], error: BaseException | None) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)

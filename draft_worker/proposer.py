@@ -1,0 +1,28 @@
+"""The port of proposers: who guesses how mirrored sequences go on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from draft_worker.mirrors import Mirror
+
+
+class Proposer(Protocol):
+    """A model (model_proposer.py) or an n-gram index (ngram_proposer.py). One thread owns it."""
+
+    @property
+    def name(self) -> str:
+        """What the scheduler is told."""
+        ...
+
+    def extend(self, mirrors: Sequence[Mirror]) -> None:
+        """One round: lengthen the guesses of these mirrors, all of which want it, or mark them exhausted.
+
+        A mirror may be left as it is when its turn needs more rounds (a long prompt), but some mirror always moves on.
+        """
+        ...
+
+    def forget(self, mirror: Mirror) -> None:
+        """A mirror is no more; give back what is held for it."""
+        ...

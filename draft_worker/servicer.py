@@ -1,0 +1,98 @@
+"""DraftService: one stream per worker, news in, tails out."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncIterator
+
+import grpc
+from tandem.v1 import draft_pb2, draft_pb2_grpc
+
+from cluster.errors import InvalidField, NotFound, abort
+from cluster.logs import event
+from draft_worker.convert import news_from_proto, tails_to_proto
+from draft_worker.inbox import Inbox
+from draft_worker.mirrors import Tail
+
+logger = logging.getLogger(__name__)
+
+
+class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
+    """Everything happens on the event loop; the drafting thread is met through the inbox and `deliver`."""
+
+    def __init__(self, target: str) -> None:
+        """target is the served name of the model that is drafted for."""
+        self._target = target
+        self._streams = itertools.count(1)
+        self._outboxes: dict[int, _Outbox] = {}
+        self.inbox: Inbox
+
+    @property
+    def num_streams(self) -> int:
+        """Linked workers."""
+        return len(self._outboxes)
+
+    def deliver(self, stream: int, tails: list[Tail]) -> None:
+        """Tails for a worker; silently dropped when it is gone."""
+        outbox = self._outboxes.get(stream)
+        if outbox is not None:
+            outbox.put(tails)
+
+    async def Draft(
+        self, request_iterator: AsyncIterator[draft_pb2.DraftRequest], context: grpc.aio.ServicerContext
+    ) -> None:
+        """One worker's stream. The first response is empty and comes at once: the worker is welcome."""
+        hello = await self._hello(request_iterator, context)
+        stream = next(self._streams)
+        outbox = self._outboxes[stream] = _Outbox()
+        event(logger, "worker linked", worker=hello.worker_id, stream=stream)
+        sending = asyncio.ensure_future(_send(outbox, context, hello.vocab_size))
+        try:
+            async for message in request_iterator:
+                self.inbox.put(stream, news_from_proto(message))
+        finally:
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
+            self._outboxes.pop(stream, None)
+            self.inbox.end_stream(stream)
+            event(logger, "worker gone", worker=hello.worker_id, stream=stream)
+
+    async def _hello(
+        self, request_iterator: AsyncIterator[draft_pb2.DraftRequest], context: grpc.aio.ServicerContext
+    ) -> draft_pb2.DraftHello:
+        hello = draft_pb2.DraftHello()
+        async for message in request_iterator:
+            hello = message.hello
+            break
+        if not hello.worker_id or hello.vocab_size == 0:
+            await abort(context, InvalidField("hello", "the first message introduces the worker"))
+        if hello.model != self._target:
+            await abort(context, NotFound("model", hello.model))
+        return hello
+
+
+class _Outbox:
+    """The latest tail of each slot; a slow worker never gets older ones, nor makes them pile up."""
+
+    def __init__(self) -> None:
+        self._tails: dict[int, Tail] = {}
+        self._filled = asyncio.Event()
+
+    def put(self, tails: list[Tail]) -> None:
+        for tail in tails:
+            self._tails[tail.slot] = tail
+        self._filled.set()
+
+    async def take(self) -> list[Tail]:
+        await self._filled.wait()
+        self._filled.clear()
+        tails, self._tails = list(self._tails.values()), {}
+        return tails
+
+
+async def _send(outbox: _Outbox, context: grpc.aio.ServicerContext, vocab_size: int) -> None:
+    await context.write(draft_pb2.DraftResponse())
+    while True:
+        await context.write(tails_to_proto(await outbox.take(), vocab_size))
