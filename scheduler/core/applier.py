@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from scheduler.core.block_tables import register_full_blocks
 from scheduler.core.sequence import Sequence, State
-from scheduler.core.step import Failure, ProtocolViolation, Refusal, RefusalKind, Step, StepOutcome, Update
+from scheduler.core.step import Failure, Finish, ProtocolViolation, Refusal, RefusalKind, Step, StepOutcome, Update
 from scheduler.core.worker_state import WorkerState
 
 if TYPE_CHECKING:
@@ -27,16 +27,34 @@ def check_outcome(worker: WorkerState, outcome: StepOutcome) -> Step:
         raise ProtocolViolation(f"{worker.worker_id} answers step {outcome.number}, {step.number} was next")
     if len(outcome.num_tokens) != rows or len(outcome.finish) != rows:
         raise ProtocolViolation(f"{worker.worker_id} answers step {step.number} with other rows than were planned")
+    if (outcome.num_drafted or outcome.num_accepted) and not (
+        len(outcome.num_drafted) == len(outcome.num_accepted) == rows
+    ):
+        raise ProtocolViolation(f"{worker.worker_id} answers step {step.number} with drafts of other rows")
     if sum(outcome.num_tokens) != len(outcome.token_ids):
         raise ProtocolViolation(f"{worker.worker_id} answers step {step.number} with token counts that don't add up")
-    for row, (emitted, reserved) in enumerate(zip(outcome.num_tokens, step.reserved, strict=True)):
-        sequence = step.sequences[row]
-        if emitted > reserved:
+    rowwise = zip(step.sequences, outcome.num_tokens, step.reserved, outcome.finish, strict=True)
+    for row, (sequence, emitted, reserved, ended) in enumerate(rowwise):
+        if 0 < emitted <= reserved and not ended and len(sequence.token_ids) + emitted < sequence.limit:  # type: ignore[operator]
+            continue  # the common row
+        if not 0 <= emitted <= reserved:
             raise ProtocolViolation(f"{sequence}: {emitted} tokens where {reserved} were reserved")
-        owed = reserved and not emitted and row not in outcome.errors
-        if owed and sequence.state in (State.RUNNING, State.LEAVING):
-            raise ProtocolViolation(f"{sequence}: no token where one was due")
+        if sequence.state in (State.RUNNING, State.LEAVING) and row not in outcome.errors:
+            _check_row(sequence, emitted, reserved, ended)
     return step
+
+
+def _check_row(sequence: Sequence, emitted: int, reserved: int, ended: int) -> None:
+    """A row of a live sequence emits when it samples, and ends the sequence at its limit, no later."""
+    if not emitted:
+        if reserved and not ended:
+            raise ProtocolViolation(f"{sequence}: no token where one was due")
+        if ended == Finish.STOP:
+            raise ProtocolViolation(f"{sequence}: stopped by a token, but there is none")
+        return
+    left = sequence.limit - len(sequence.token_ids) - emitted  # type: ignore[operator]
+    if left < 0 or (left == 0 and not ended):
+        raise ProtocolViolation(f"{sequence}: goes beyond its limit of {sequence.limit} tokens")
 
 
 def apply_outcome(scheduler: Scheduler, worker: WorkerState, outcome: StepOutcome) -> list[Update | Failure]:
@@ -63,19 +81,19 @@ def apply_outcome(scheduler: Scheduler, worker: WorkerState, outcome: StepOutcom
                 known += new
                 sequence.computed = first + count - 1
                 generated += count
-            elif prefill:
+            elif prefill and not reserved:
                 sequence.computed += prefill
             if sequence.computed >= sequence.register_at:
                 register_full_blocks(sequence, worker.pool)
             ended = finish[row]
             if plain:
-                if count:
+                if count or ended:
                     updates.append(Update(sequence, first - sequence.num_prompt, new, ended))
             else:
                 updates += _report(scheduler, sequence, outcome, row, first, new)
-            if prefill and sequence.request.held:
-                _release_choices(scheduler, sequence)
-            if ended:
+            if prefill:
+                _note_prefill(scheduler, worker, sequence, count)
+            if ended and row not in outcome.errors:
                 scheduler.finish(sequence)
         else:
             sequence.horizon -= count  # ignored tokens never became known
@@ -84,6 +102,16 @@ def apply_outcome(scheduler: Scheduler, worker: WorkerState, outcome: StepOutcom
     worker.generated_tokens += generated
     scheduler.counters.generated_tokens += generated
     return updates
+
+
+def _note_prefill(scheduler: Scheduler, worker: WorkerState, sequence: Sequence, count: int) -> None:
+    """What only a prefill row can bring about: the first token after an admission, and the end of the prompt."""
+    if count and sequence.crashes:
+        sequence.crashes = 0
+        if worker.suspect is sequence:
+            worker.suspect = None
+    if sequence.request.held:
+        _release_choices(scheduler, sequence)
 
 
 def _release_choices(scheduler: Scheduler, sequence: Sequence) -> None:
@@ -113,7 +141,7 @@ def _report(
         position, entries = position + skipped, entries[skipped:]
         if entries and position == request.prompt_logprobs_done:
             request.prompt_logprobs_done += len(entries)
-    if not new and not entries:
+    if not new and not entries and not outcome.finish[row]:
         return []
     update = Update(
         sequence,

@@ -105,10 +105,13 @@ class BlockPool:
                 else:
                     self._free.append(block)
 
-    def adopt(self, blocks: set[int]) -> None:
-        """Move free blocks, whose content the prefix cache has just learnt, to the cached ones."""
-        self._free = [block for block in self._free if block not in blocks]
-        self._cached.update(dict.fromkeys(sorted(blocks)))
+    def adopt(self, blocks: list[int]) -> None:
+        """Move free blocks, whose content the prefix cache has just learnt, to the cached ones.
+
+        Give them last first, as to `release`. Takes time for the whole pool: once for all that a worker offers.
+        """
+        self._cached.update(dict.fromkeys(blocks))
+        self._free = [block for block in self._free if block not in self._cached]
 
     def is_free(self, block: int) -> bool:
         """Whether nothing holds or remembers the block."""

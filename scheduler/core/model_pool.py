@@ -35,11 +35,12 @@ class ModelPool:
     name: str
     queue: WaitingQueue = field(default_factory=WaitingQueue)
     suspects: list[Sequence] = field(default_factory=list)
-    """wait apart, so that they hold nobody up: each crashed workers twice in a row"""
+    """wait apart, so that they hold nobody up: each was part of two crashes in a row; who goes first first"""
     workers: dict[str, WorkerState] = field(default_factory=dict)
+    num_held: int = 0
+    """choices that wait for the first choice of their request"""
     seen: bool = False
     """a worker has served it"""
-    unserved_since: float = 0.0
 
     @property
     def serving(self) -> list[WorkerState]:

@@ -17,11 +17,9 @@ from typing import NamedTuple
 
 from scheduler.core.block_tables import blocks_for, find_prefix
 from scheduler.core.config import CoreConfig
+from scheduler.core.fit import capacity_of
 from scheduler.core.sequence import Sequence
 from scheduler.core.worker_state import WorkerState
-
-SUSPECT_CRASHES = 2
-"""a sequence that was part of so many crashes in a row runs with no other such sequence"""
 
 
 class Placement(NamedTuple):
@@ -34,21 +32,22 @@ class Placement(NamedTuple):
 def is_eligible(sequence: Sequence, worker: WorkerState) -> bool:
     """Whether the worker could ever run the sequence to its end."""
     limit = sequence.limit if sequence.limit is not None else len(sequence.token_ids) + 1
-    return (
-        not worker.draining
-        and limit <= worker.spec.max_model_len
-        and blocks_for(limit, worker.spec.block_size) <= worker.spec.num_blocks
-    )
+    return not worker.draining and limit <= capacity_of(worker.spec)
+
+
+def has_room(sequence: Sequence, worker: WorkerState, config: CoreConfig) -> bool:
+    """Whether the worker takes anybody in now: a slot, a token of each step for every row, not too much to prefill."""
+    if not worker.free_slots or len(worker.running) >= config.token_budget:
+        return False
+    if worker.prefill_backlog >= 2 * config.token_budget:
+        return False
+    return not (sequence.is_suspect and any(one.is_suspect for one in worker.sequences))
 
 
 def can_admit(
     sequence: Sequence, worker: WorkerState, prefix: tuple[list[int], list[bytes]], config: CoreConfig
 ) -> bool:
-    """Whether the worker has a slot and blocks for the sequence now, the watermark left untouched."""
-    if not worker.free_slots or worker.prefill_backlog >= 2 * config.token_budget:
-        return False
-    if sequence.crashes >= SUSPECT_CRASHES and any(one.crashes >= SUSPECT_CRASHES for one in worker.running):
-        return False
+    """Whether the worker has blocks for the sequence now, the watermark left untouched."""
     pool, hit = worker.pool, prefix[0]
     limit = sequence.limit if sequence.limit is not None else len(sequence.token_ids) + 1
     needed = blocks_for(min(limit, len(sequence.token_ids) + 1), pool.block_size) - len(hit)
@@ -61,7 +60,8 @@ def choose_worker(sequence: Sequence, workers: Iterable[WorkerState], config: Co
     best: Placement | None = None
     best_cost = 0
     for worker in sorted(workers, key=lambda one: one.worker_id):
-        if not is_eligible(sequence, worker):
+        # The prefix is looked up last: it hashes the whole prompt.
+        if not is_eligible(sequence, worker) or not has_room(sequence, worker, config):
             continue
         prefix = find_prefix(sequence, worker.pool)
         if not can_admit(sequence, worker, prefix, config):

@@ -11,6 +11,9 @@ before the row is issued. When the pool is short, in this order:
     2. wait for the issued steps (running ahead less is cheaper than throwing work away)
     3. preempt whoever goes last: lowest priority, then newest. If an issued step contains the victim, its blocks come
        back with that step's result, and the short row waits for it.
+
+A suspect (see `SUSPECT_CRASHES`) has its worker's steps to itself until its next token, which takes only its prefill:
+then whoever crashes a worker alone is known for certain, and nobody else is part of it.
 """
 
 from __future__ import annotations
@@ -45,12 +48,12 @@ class Planner:
         if len(worker.in_flight) >= self._config.depth:
             return None
         step = Step(number=worker.steps + 1)
-        decodes = [one for one in worker.running if one.planned >= one.prefill_end]
-        budget = self._config.token_budget
-        if decodes:
-            budget = self._add_decodes(worker, decodes, step, budget)
-        if worker.prefill_backlog > 0:
-            self._add_prefills(worker, step, budget)
+        if worker.suspect is not None:
+            if worker.in_flight:
+                return None
+            self._add_prefills(worker, [worker.suspect], step, self._config.token_budget)
+        else:
+            self._add_rows(worker, step)
         if not step.sequences and (worker.in_flight or not worker.released_slots):
             return None
         step.released_slots.extend(worker.released_slots)
@@ -60,6 +63,15 @@ class Planner:
         worker.steps += 1
         worker.in_flight.append(step)
         return step
+
+    def _add_rows(self, worker: WorkerState, step: Step) -> None:
+        """Whatever runs, decode rows first."""
+        budget = self._config.token_budget
+        decodes = [one for one in worker.running if one.planned >= one.prefill_end]
+        if decodes:
+            budget = self._add_decodes(worker, decodes, step, budget)
+        if worker.prefill_backlog > 0:
+            self._add_prefills(worker, worker.running, step, budget)
 
     def _add_decodes(self, worker: WorkerState, decodes: list[Sequence], step: Step, budget: int) -> int:
         """Add a row per sequence that can go on; the budget that is left. The loop every token passes: kept lean."""
@@ -113,9 +125,9 @@ class Planner:
             blocks = grow_table(sequence, worker.pool, horizon)
         return blocks
 
-    def _add_prefills(self, worker: WorkerState, step: Step, budget: int) -> None:
+    def _add_prefills(self, worker: WorkerState, sequences: list[Sequence], step: Step, budget: int) -> None:
         """Add a chunk per sequence with known tokens that no issued step computes, while the budget lasts."""
-        for sequence in worker.running:
+        for sequence in sequences:
             remaining = sequence.prefill_end - sequence.planned
             if remaining <= 0:
                 continue

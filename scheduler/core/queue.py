@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 from scheduler.core.sequence import Sequence
 
@@ -58,25 +58,24 @@ class WaitingQueue:
             lane[sequence.sequence_id] = sequence
         self._size += 1
 
-    def peek(self) -> Sequence | None:
-        """Who goes next."""
-        for priority in self._priorities:
-            level = self._levels[-priority]
-            if level.started:
-                return level.started[0]
-            return next(iter(next(iter(level.clients.values())).values()))
-        return None
+    def peek(self, skipped: Container[Sequence] = ()) -> Sequence | None:
+        """Who goes next, those in `skipped` left out. O(1) without them."""
+        return next((sequence for sequence in self if sequence not in skipped), None)
 
-    def pop(self) -> Sequence:
-        """Take who goes next; its client's turn is over. Raises IndexError when nobody waits."""
-        sequence = self.peek()
-        if sequence is None:
-            raise IndexError("nobody waits")
+    def take(self, sequence: Sequence) -> None:
+        """Take out a sequence because it goes; its client's turn is over. Raises KeyError if it does not wait."""
         self.remove(sequence)
         level = self._levels.get(sequence.priority)
         client = sequence.request.spec.client
         if level is not None and not sequence.started and client in level.clients:
             level.clients.move_to_end(client)
+
+    def pop(self) -> Sequence:
+        """Take who goes next. Raises IndexError when nobody waits."""
+        sequence = self.peek()
+        if sequence is None:
+            raise IndexError("nobody waits")
+        self.take(sequence)
         return sequence
 
     def remove(self, sequence: Sequence) -> None:
@@ -91,7 +90,9 @@ class WaitingQueue:
                 raise KeyError(sequence.sequence_id) from None
         else:
             client = sequence.request.spec.client
-            lane = level.clients[client]
+            lane = level.clients.get(client, OrderedDict())
+            if sequence.sequence_id not in lane:
+                raise KeyError(sequence.sequence_id)
             del lane[sequence.sequence_id]
             if not lane:
                 del level.clients[client]

@@ -10,14 +10,16 @@ passes `now`.
 
 from __future__ import annotations
 
+from bisect import insort
 from dataclasses import asdict
 
 from scheduler.core.applier import apply_outcome
 from scheduler.core.block_tables import open_table
 from scheduler.core.config import CoreConfig
+from scheduler.core.fit import check_fit, check_spec, clamped_limit, stranded
 from scheduler.core.integrity import check_integrity
 from scheduler.core.model_pool import Counters, ModelPool
-from scheduler.core.placement import SUSPECT_CRASHES, Placement, choose_worker, is_eligible
+from scheduler.core.placement import Placement, choose_worker, is_eligible
 from scheduler.core.planner import Planner
 from scheduler.core.sequence import Request, RequestSpec, Sequence, State
 from scheduler.core.step import Admission, Failure, Refusal, RefusalKind, Step, StepOutcome, Update
@@ -53,31 +55,28 @@ class Scheduler:
     def detach(self, worker_id: str, now: float, crashed: bool) -> list[Failure]:
         """A worker is gone: its sequences go back to the head of the queue as prompt + emitted.
 
-        `crashed` says that it died, rather than being cut off, drained or replaced; then what it was running is counted
-        as a suspect, and what killed it alone fails.
+        `crashed` says that it died, rather than being cut off, drained or replaced; then that is counted for all that
+        its issued steps contain, and a suspect whose steps they were alone is what killed it, and fails.
         """
         worker = self.workers.pop(worker_id)
-        pool = self._model(worker.spec.model)
-        del pool.workers[worker_id]
-        if not pool.workers:
-            pool.unserved_since = now
-        failures = []
-        sequences = list(worker.sequences)
-        suspects = [one for one in sequences if one.in_flight and one.crashes >= SUSPECT_CRASHES]
+        del self._model(worker.spec.model).workers[worker_id]
         self.counters.evictions += worker.pool.evictions
+        sequences = sorted(worker.sequences, key=lambda one: one.order)
+        executing = [one for one in sequences if one.in_flight]
+        culprit = executing[0] if crashed and len(executing) == 1 and executing[0].is_suspect else None
         for sequence in sequences:
+            in_flight = sequence.in_flight
+            sequence.forget_placement()
             if sequence.state is State.CLOSING:
                 sequence.move(State.DONE)
-                sequence.forget_placement()
                 continue
-            if crashed and sequence.in_flight:
-                self._count_crash(sequence)
-            killed_alone = crashed and suspects == [sequence]
-            self._requeue(sequence)
-            if killed_alone and sequence.request.spec.key in self.requests:
-                refusal = Refusal(RefusalKind.POISON, "this request, alone, crashed the worker that ran it")
-                failures.append(self._fail(sequence.request, refusal))
-        return failures
+            if crashed and in_flight:
+                sequence.crashes += 1
+            sequence.move(State.WAITING)
+            self.wait(sequence)
+        if culprit is None or culprit.state is State.DONE:
+            return []
+        return [self._fail(culprit.request, Refusal(RefusalKind.POISON, "alone, it crashed the worker that ran it"))]
 
     def drain(self, worker_id: str) -> None:
         """No new work for a worker. What it runs moves, if another worker can take it, or else ends there."""
@@ -96,15 +95,18 @@ class Scheduler:
     # ------------------------------------------------------------------------------------------------ requests
 
     def submit(self, spec: RequestSpec, now: float) -> Request:
-        """Take a request in. Raises Refusal; one that already emitted something is refused only where it can't fit."""
+        """Take a request in. Raises Refusal; one that was resumed is refused only where it contradicts itself."""
+        if spec.key in self.requests:
+            raise ValueError(f"a live request has the key {spec.key!r}")
+        check_spec(spec)
         pool = self._model(spec.model)
-        resumed = any(emitted for _, emitted in spec.choices) or spec.crashes > 0
-        if not resumed and pool.num_waiting + len(spec.choices) > self.config.max_waiting:
-            raise Refusal(RefusalKind.QUEUE_FULL, f"{pool.num_waiting} choices wait already")
         request = Request(spec, self._next_arrival, now)
-        self._check_fit(request, pool)
-        if spec.max_tokens is not None and any(len(emitted) >= spec.max_tokens for _, emitted in spec.choices):
-            raise Refusal(RefusalKind.INVALID, "a choice has max_tokens tokens already", "resume")
+        request.fit_checked = spec.resumed or spec.crashes > 0 or any(emitted for _, emitted in spec.choices)
+        if not request.fit_checked:
+            self._check_fit(request, pool)
+            waiting = pool.num_waiting + pool.num_held
+            if waiting + len(spec.choices) > self.config.max_waiting:
+                raise Refusal(RefusalKind.QUEUE_FULL, f"{waiting} choices wait already")
         self._next_arrival += 1
         for choice, emitted in spec.choices:
             sequence = Sequence(self._next_sequence_id, request, choice, emitted)
@@ -115,6 +117,7 @@ class Scheduler:
         for sequence in others:
             sequence.state = State.HELD
             request.held.append(sequence)
+        pool.num_held += len(others)
         self.requests[spec.key] = request
         self.counters.requests_accepted += 1
         self.wait(first)
@@ -142,42 +145,45 @@ class Scheduler:
         for pool in list(self.models.values()):
             if not (pool.seen or pool.num_waiting):
                 del self.models[pool.name]
-            if not pool.num_waiting or pool.serving:
                 continue
-            for sequence in pool.waiting:
-                request = sequence.request
-                since = max(pool.unserved_since, request.submitted_at)
-                waited_out = request.spec.deadline is None and now - since >= self.config.capacity_wait_s
-                if waited_out and request.spec.key in self.requests:
-                    message = f"no worker serves {pool.name!r} at present"
+            for sequence in stranded(pool, now):
+                since, request = sequence.stranded_since, sequence.request
+                if request.spec.deadline is None and since is not None and now - since >= self.config.capacity_wait_s:
+                    message = f"no worker of {pool.name!r} could take it at present"
                     failures.append(self._fail(request, Refusal(RefusalKind.NO_WORKER, message)))
         return failures
 
     # --------------------------------------------------------------------------------------------------- steps
 
     def place(self, model: str) -> list[Failure]:
-        """Move waiting sequences into slots, in the queue's order, as long as the next one fits somewhere."""
+        """Move waiting sequences into slots, in the queue's order, as long as the next one fits somewhere.
+
+        Who has to wait keeps the workers that could take it from those behind it, and no others.
+        """
         failures: list[Failure] = []
-        pool = self.models[model]
-        workers = pool.serving
-        if not workers:
+        pool = self.models.get(model)
+        if pool is None or not pool.num_waiting:
             return failures
+        workers = pool.serving
         for sequence in list(pool.suspects):
             placement = choose_worker(sequence, workers, self.config)
             if placement is not None:
                 pool.suspects.remove(sequence)
                 self._admit(sequence, placement)
-        while (head := pool.queue.peek()) is not None:
+        skipped: set[Sequence] = set()
+        while workers and (head := pool.queue.peek(skipped)) is not None:
             try:
-                self._resolve_limit(head, pool)
+                self._check_fit(head.request, pool)
             except Refusal as refusal:
                 failures.append(self._fail(head.request, refusal))
                 continue
             placement = choose_worker(head, workers, self.config)
             if placement is None:
-                break
-            pool.queue.pop()
-            self._admit(head, placement)
+                skipped.add(head)
+                workers = [worker for worker in workers if not is_eligible(head, worker)]
+            else:
+                pool.queue.take(head)
+                self._admit(head, placement)
         return failures
 
     def plan(self, worker_id: str) -> Step | None:
@@ -193,8 +199,9 @@ class Scheduler:
     def wait(self, sequence: Sequence) -> None:
         """Put a sequence where the next `place` finds it."""
         pool = self._model(sequence.request.spec.model)
-        if sequence.crashes >= SUSPECT_CRASHES:
-            pool.suspects.append(sequence)
+        sequence.stranded_since = None
+        if sequence.is_suspect:
+            insort(pool.suspects, sequence, key=lambda one: one.order)
         else:
             pool.queue.push(sequence)
 
@@ -203,6 +210,7 @@ class Scheduler:
         held, request.held = request.held, []
         for sequence in held:
             if sequence.state is State.HELD:
+                self._model(request.spec.model).num_held -= 1
                 sequence.move(State.WAITING)
                 self.wait(sequence)
 
@@ -222,6 +230,7 @@ class Scheduler:
             self._stop_waiting(sequence)
             sequence.move(State.DONE)
         elif sequence.state is State.HELD:
+            self._model(request.spec.model).num_held -= 1
             sequence.move(State.DONE)
         else:
             self._end_placed(sequence)
@@ -271,42 +280,16 @@ class Scheduler:
         return self.models[name]
 
     def _check_fit(self, request: Request, pool: ModelPool) -> None:
-        """Refuse at once what no worker of the model could ever hold."""
-        workers = list(pool.workers.values())
-        if not workers:
-            return
-        spec = request.spec
-        context = max(worker.spec.max_model_len for worker in workers)
-        held = max(worker.spec.num_blocks * worker.spec.block_size for worker in workers)
-        prompt = len(spec.prompt_token_ids)
-        wanted = prompt + (1 if spec.max_tokens is None else spec.max_tokens)
-        if prompt >= context:
-            message = f"the prompt has {prompt} tokens, the context holds {context}, one of them for output"
-            raise Refusal(RefusalKind.INVALID, message, "prompt")
-        if wanted > context:
-            message = f"prompt ({prompt}) and max_tokens ({spec.max_tokens}) exceed the context of {context} tokens"
-            raise Refusal(RefusalKind.INVALID, message, "stop.max_tokens")
-        if wanted > held:
-            message = f"prompt and max_tokens need {wanted} tokens of KV memory, the largest worker holds {held}"
-            raise Refusal(RefusalKind.INVALID, message, "prompt" if prompt >= held else "stop.max_tokens")
-
-    def _resolve_limit(self, sequence: Sequence, pool: ModelPool) -> None:
-        """Clamp an unset max_tokens, once, when workers are known: to the least capacity that holds the prompt.
-
-        The least, so that any worker can take the sequence over.
-        """
-        if sequence.limit is not None and sequence.started:
-            return
-        self._check_fit(sequence.request, pool)
-        if sequence.limit is None:
-            specs = [worker.spec for worker in pool.workers.values()]
-            capacities = {min(spec.max_model_len, spec.num_blocks * spec.block_size) for spec in specs}
-            sequence.limit = min(capacity for capacity in capacities if capacity > len(sequence.token_ids))
+        """Refuse, as soon as there are workers to ask, what none of them could ever hold."""
+        if not request.fit_checked and pool.workers:
+            check_fit(request.spec, [worker.spec for worker in pool.workers.values()])
+            request.fit_checked = True
 
     def _admit(self, sequence: Sequence, placement: Placement) -> None:
         worker, prefix = placement
         if sequence.limit is None:
-            self._resolve_limit(sequence, self._model(worker.spec.model))
+            specs = [one.spec for one in self._model(worker.spec.model).workers.values()]
+            sequence.limit = clamped_limit(sequence, specs)
         sequence.move(State.RUNNING)
         sequence.worker_id = worker.worker_id
         open_table(sequence, worker.pool, prefix)
@@ -352,18 +335,6 @@ class Scheduler:
         sequence.move(State.CLOSING)
         if sequence.in_flight == 0:
             self.settle(worker, sequence)
-
-    def _requeue(self, sequence: Sequence) -> None:
-        """The worker is gone with everything it held."""
-        sequence.forget_placement()
-        sequence.move(State.WAITING)
-        self.wait(sequence)
-
-    def _count_crash(self, sequence: Sequence) -> None:
-        known = len(sequence.token_ids)
-        fresh = sequence.last_crash_known >= 0 and known > sequence.last_crash_known
-        sequence.crashes = 1 if fresh else sequence.crashes + 1
-        sequence.last_crash_known = known
 
     def _stop_waiting(self, sequence: Sequence) -> None:
         pool = self._model(sequence.request.spec.model)

@@ -19,6 +19,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+SUSPECT_CRASHES = 2
+"""after so many crashes in a row without a new token, a sequence is a suspect: its steps contain nothing else"""
+
 
 class State(Enum):
     """Where a sequence stands."""
@@ -77,6 +80,8 @@ class RequestSpec:
     """None: the cell's choice; 0: plain decoding"""
     crashes: int = 0
     """crashes in a row without a new token that it was part of, elsewhere"""
+    resumed: bool = False
+    """was taken in by an earlier leader: never refused, whoever is attached and however many wait"""
 
 
 @dataclass(slots=True, eq=False)
@@ -95,6 +100,8 @@ class Request:
     """prompt positions whose log-probabilities were delivered"""
     held: list[Sequence] = field(default_factory=list)
     """choices that wait for the first one to compute the prompt"""
+    fit_checked: bool = False
+    """that some worker could hold it was seen once, and is not asked again"""
 
 
 class Sequence:
@@ -114,7 +121,6 @@ class Sequence:
         "fingerprint",
         "horizon",
         "in_flight",
-        "last_crash_known",
         "limit",
         "num_prompt",
         "planned",
@@ -128,6 +134,7 @@ class Sequence:
         "slot",
         "started",
         "state",
+        "stranded_since",
         "token_ids",
         "worker_id",
     )
@@ -164,7 +171,7 @@ class Sequence:
         self.accepted = 0
         self.resumptions = 0
         self.crashes = spec.crashes
-        self.last_crash_known = -1
+        self.stranded_since: float | None = None
 
     def __repr__(self) -> str:
         return f"<sequence {self.sequence_id} {self.state.name} {self.computed}/{len(self.token_ids)}>"
@@ -173,6 +180,11 @@ class Sequence:
     def num_output(self) -> int:
         """Tokens emitted so far."""
         return len(self.token_ids) - self.num_prompt
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether it may be what crashes workers; over with its next token."""
+        return self.crashes >= SUSPECT_CRASHES
 
     @property
     def owes_prompt_logprobs(self) -> bool:

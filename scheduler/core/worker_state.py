@@ -61,6 +61,8 @@ class WorkerState:
     """known tokens of running sequences that no issued step computes yet"""
     draining: bool = False
     drafting: bool = False
+    suspect: Sequence | None = None
+    """the running sequence that steps must not share with any other; at most one"""
 
     @classmethod
     def attach(cls, worker_id: str, spec: WorkerSpec) -> WorkerState:
@@ -70,23 +72,23 @@ class WorkerState:
         worker = cls(worker_id, spec, pool, slots)
         # The worker keeps old sequences in its slots until told otherwise.
         worker.released_slots = list(range(spec.max_sequences)) if spec.residents else []
+        adopted: dict[int, None] = {}
         for resident in spec.residents:
-            worker._adopt(resident)
+            worker._register(resident, adopted)
+        pool.adopt(list(reversed(adopted)))
         return worker
 
-    def _adopt(self, resident: Resident) -> None:
+    def _register(self, resident: Resident, adopted: dict[int, None]) -> None:
+        """Name a resident's full blocks; those that took the name join `adopted`."""
         size = self.spec.block_size
         parent = chain_seed(self.spec.model, resident.cache_salt)
         num_full = min(resident.num_computed, len(resident.token_ids)) // size
-        adopted = set()
         for index, block in enumerate(resident.block_ids[:num_full]):
-            free = self.pool.is_free(block)
-            if not free and not self.pool.cache.knows(block):
+            if not self.pool.is_free(block):
                 break
             parent = self.pool.cache.register(block, parent, resident.token_ids[index * size : (index + 1) * size])
-            if free and self.pool.cache.knows(block):
-                adopted.add(block)
-        self.pool.adopt(adopted)
+            if self.pool.cache.knows(block):
+                adopted[block] = None
 
     @property
     def sequences(self) -> Iterator[Sequence]:
@@ -98,6 +100,8 @@ class WorkerState:
         """Give a sequence a slot."""
         slot = self.free_slots.pop()
         insort(self.running, sequence, key=lambda one: one.order)
+        if sequence.is_suspect:
+            self.suspect = sequence
         return slot
 
     def leave(self, sequence: Sequence) -> None:
@@ -113,6 +117,8 @@ class WorkerState:
             self.released_slots.append(sequence.slot)
         sequence.slot = None
         self.leaving.add(sequence)
+        if self.suspect is sequence:
+            self.suspect = None
 
     def settle(self, sequence: Sequence) -> None:
         """No issued step contains the sequence any more: its blocks return."""
@@ -130,6 +136,10 @@ class WorkerState:
         assert self.running == sorted(self.running, key=lambda one: one.order), "running is out of order"
         backlog = sum(max(0, one.prefill_end - one.planned) for one in self.running)
         assert backlog == self.prefill_backlog, f"prefill backlog {self.prefill_backlog}, counted {backlog}"
+        suspects = [one for one in self.running if one.is_suspect]
+        assert suspects == ([self.suspect] if self.suspect else []), f"{suspects} are suspects"
+        for step in self.in_flight:
+            assert len(step.sequences) == len(set(step.sequences)), "a sequence has two rows in one step"
         for sequence in self.sequences:
             self._check_sequence(sequence)
         for sequence in self.leaving:
