@@ -1,0 +1,135 @@
+"""From a batch to the fixed-shape pieces that attention multiplies.
+
+Tokens of one row that follow each other form *query blocks* of at most QUERY_BLOCK; keys come in *tiles* of KEY_TILE
+positions, aligned to the sequence's start. A *piece* is one query block against one tile:
+
+    positions        0 ........ 63 | 64 ....... 127 | 128 ...
+    row 0, block 0   [  tile 0   ]   [   tile 1   ]              pieces 0, 1
+    row 0, block 1   [  tile 0   ]   [   tile 1   ]  [ tile 2 ]  pieces 2, 3, 4
+    row 1, block 0   [  tile 0   ]                               piece  5
+
+Every piece has the same shape, so a token's products have the same bits in any batch; its tiles are merged in the order
+of their positions. Keys that a query may not see weigh exactly 0, so it doesn't matter which neighbours share its block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine.batch import Batch
+
+QUERY_BLOCK = 4
+"""Queries per piece: few, because a decode row has one and pays for all; more would only help long prefills."""
+KEY_TILE = 64
+"""Key positions per piece; block_size must divide it."""
+
+_MAX_WAVE_ENTRIES = 512
+"""Pieces × KV heads computed at a time: 8 MiB of keys at head_dim 64, which stays in cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wave:
+    """Some query blocks with all their pieces (n), computed at a time."""
+
+    query_blocks: slice
+    piece_query_block: torch.Tensor
+    """int64 [n], relative to the wave's first query block"""
+    kv_blocks: torch.Tensor
+    """int64 [n * KEY_TILE / block_size]: the cache blocks of each piece's tile"""
+    hidden: torch.Tensor
+    """bool [n, QUERY_BLOCK, KEY_TILE]: keys that a query may not see"""
+    merge_order: torch.Tensor
+    """int64 [most tiles of a block, query blocks]: each query block's pieces in order; where it has none, its first"""
+    absent: torch.Tensor
+    """bool, as merge_order: there is no such piece"""
+
+
+class AttentionPlan:
+    """One batch's index arrays, shared by all layers with the same window."""
+
+    def __init__(self, batch: Batch, num_padded: int, block_size: int, max_kv_heads: int, device: torch.device) -> None:
+        """`num_padded`: tokens after padding, at least the batch's own."""
+        if KEY_TILE % block_size:
+            raise ValueError(f"block_size {block_size} must divide {KEY_TILE}")
+        self._batch = batch
+        self._block_size = block_size
+        self._device = device
+        self._max_pieces = max(1, _MAX_WAVE_ENTRIES // max_kv_heads)
+        self._waves: dict[int | None, list[Wave]] = {}
+
+        self.num_tokens = len(batch.token_ids)
+        self.slots = self._to_device(batch.slot_mapping.astype(np.int64))
+        lengths = np.diff(batch.query_starts)
+        blocks_per_row = -(-lengths // QUERY_BLOCK)
+        self._row = np.repeat(np.arange(len(lengths)), blocks_per_row)
+        """row of each query block"""
+        ordinal = np.arange(len(self._row)) - np.repeat(np.cumsum(blocks_per_row) - blocks_per_row, blocks_per_row)
+        first_token = batch.query_starts[:-1][self._row] + ordinal * QUERY_BLOCK
+        end_token = np.minimum(first_token + QUERY_BLOCK, batch.query_starts[1:][self._row])
+        # A place without a token of its own repeats the block's last, so that every query sees at least one key.
+        tokens = np.minimum(first_token[:, None] + np.arange(QUERY_BLOCK), end_token[:, None] - 1)
+        self._positions = batch.positions[tokens].astype(np.int64)
+        """[query blocks, QUERY_BLOCK]"""
+        self.query_tokens = self._to_device(tokens.reshape(-1).astype(np.int64))
+        """int64 [query blocks * QUERY_BLOCK]: the flat token at each place"""
+        places = np.zeros(num_padded, dtype=np.int64)
+        places[tokens.reshape(-1)[::-1]] = np.arange(tokens.size - 1, -1, -1)
+        self.token_places = self._to_device(places)
+        """int64 [num_padded]: where each token's result lies; padding tokens take any"""
+
+    def waves(self, window: int | None) -> list[Wave]:
+        """The pieces of a layer whose queries see their last `window` positions, themselves included (None: all)."""
+        if window not in self._waves:
+            self._waves[window] = list(self._build_waves(window))
+        return self._waves[window]
+
+    def _build_waves(self, window: int | None) -> list[Wave]:
+        last_tile = self._positions.max(axis=1) // KEY_TILE
+        first_tile = np.zeros_like(last_tile)
+        if window is not None:
+            first_tile = np.maximum(0, self._positions.min(axis=1) - window + 1) // KEY_TILE
+        num_tiles = last_tile - first_tile + 1
+        ends = np.cumsum(num_tiles)
+        waves, start = [], 0
+        while start < len(num_tiles):
+            limit = ends[start] - num_tiles[start] + self._max_pieces
+            stop = max(start + 1, int(np.searchsorted(ends, limit, side="right")))
+            waves.append(self._build_wave(slice(start, stop), first_tile[start:stop], num_tiles[start:stop], window))
+            start = stop
+        return waves
+
+    def _build_wave(self, blocks: slice, first_tile: np.ndarray, num_tiles: np.ndarray, window: int | None) -> Wave:
+        query_block = np.repeat(np.arange(len(num_tiles)), num_tiles)
+        first_piece = np.cumsum(num_tiles) - num_tiles
+        tile = first_tile[query_block] + np.arange(len(query_block)) - first_piece[query_block]
+
+        key_positions = tile[:, None] * KEY_TILE + np.arange(KEY_TILE)
+        distance = self._positions[blocks][query_block][:, :, None] - key_positions[:, None, :]
+        hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
+
+        steps = np.arange(num_tiles.max())[:, None]
+        absent = steps >= num_tiles
+        return Wave(
+            query_blocks=blocks,
+            piece_query_block=self._to_device(query_block),
+            kv_blocks=self._to_device(self._tile_blocks(self._row[blocks][query_block], tile)),
+            hidden=self._to_device(hidden),
+            merge_order=self._to_device(np.where(absent, 0, steps) + first_piece),
+            absent=self._to_device(absent),
+        )
+
+    def _tile_blocks(self, rows: np.ndarray, tiles: np.ndarray) -> np.ndarray:
+        """Cache block ids of each (row, tile), int64 [n * KEY_TILE / block_size]; beyond the context any valid one."""
+        per_tile = KEY_TILE // self._block_size
+        needed = -(-self._batch.context_lens // self._block_size)
+        starts = np.cumsum(needed) - needed
+        tables = [table[:count] for table, count in zip(self._batch.block_tables, needed, strict=True)]
+        flat = np.concatenate(tables).astype(np.int64)
+        index = np.minimum(tiles[:, None] * per_tile + np.arange(per_tile), needed[rows][:, None] - 1)
+        return flat[(starts[rows][:, None] + index).reshape(-1)]
+
+    def _to_device(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
