@@ -94,8 +94,8 @@ class Intake:
         if sum(map(len, texts)) * 4 > self._max_prompt_bytes:
             num_bytes = sum(len(text.encode()) for text in texts)
             if num_bytes > self._max_prompt_bytes:
-                limits = {"prompt_bytes": num_bytes, "max_prompt_bytes": self._max_prompt_bytes}
-                raise Refusal(admission.prompt_field(ask), f"at most {self._max_prompt_bytes} bytes of text", **limits)
+                text = f"at most {self._max_prompt_bytes} bytes of text, not {num_bytes}"
+                raise Refusal(admission.prompt_field(ask), text, max_prompt_bytes=self._max_prompt_bytes)
 
     def _seed(self, ask: Ask) -> int:
         if ask.resume:
