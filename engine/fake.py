@@ -11,7 +11,8 @@ that a skipped or repeated token shows; end of sequence is likely after one cont
 improbable but finite.
 
 Two engines agree wherever their contexts agree, save for the `disagreement` fraction of contexts (chosen by hash),
-where an engine answers from another hash: such an engine is a draft model with a known acceptance.
+where an engine insists on a favourite that another hash picks: such an engine is a draft model of known acceptance, at
+any temperature.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ EOS_PERIOD = 256
 _SPREAD = 4.0  # printable logits lie in [0, 4)
 _EOS_LOGIT = 6.0
 _IMPROBABLE = -30.0
+_FAVOURITE_LOGIT = 40.0
 _POISON = np.uint64(0xDEADBEEFCAFEF00D)
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -149,13 +151,13 @@ class FakeEngine:
 
     def _logits(self, states: np.ndarray) -> np.ndarray:
         states = _mix(states)
-        if self._disagreement > 0:
-            other = _mix(states + _GOLDEN)
-            states = np.where(_uniform(_mix(states ^ _POISON)) < self._disagreement, other, states)
         noise = _uniform(_mix(states[:, None] ^ self._token_keys[None, :]))
         logits = _IMPROBABLE - noise
         printable = slice(PRINTABLE.start, PRINTABLE.stop)
         logits[:, printable] = noise[:, printable] * np.float32(_SPREAD)
         ends = _mix(states + np.uint64(1)) % np.uint64(EOS_PERIOD) == 0
         logits[ends, EOS_TOKEN_ID] = _EOS_LOGIT
+        differs = np.flatnonzero(_uniform(_mix(states ^ _POISON)) < self._disagreement)
+        favourites = PRINTABLE.start + _mix(states[differs] + _GOLDEN) % np.uint64(len(PRINTABLE))
+        logits[differs, favourites.astype(np.int64)] = _FAVOURITE_LOGIT
         return logits.astype(np.float32, copy=False)

@@ -9,16 +9,21 @@ import pytest
 
 from engine.sampling_params import SamplingParams
 
+FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+EDGES = {
+    "temperature": 0.0,
+    "top_k": -1,
+    "top_p": 1e-9,
+    "min_p": 1.0,
+    "presence_penalty": -2.0,
+    "top_logprobs": 0,
+}
+
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *(
-            (name, value)
-            for name in ("temperature", "top_p", "min_p", "repetition_penalty")
-            for value in (math.nan, math.inf)
-        ),
-        *((name, value) for name in ("presence_penalty", "frequency_penalty") for value in (math.nan, -math.inf)),
+        *((name, value) for name in FLOATS for value in (math.nan, math.inf, -math.inf)),
         ("temperature", -0.1),
         ("top_k", -2),
         ("top_p", 0.0),
@@ -42,17 +47,7 @@ def test_bad_values_are_refused_by_name(name: str, value: Any) -> None:
         SamplingParams(**{name: value})
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("temperature", 0.0),
-        ("top_k", -1),
-        ("top_p", 1e-9),
-        ("min_p", 1.0),
-        ("presence_penalty", -2.0),
-        ("top_logprobs", 0),
-    ],
-)
+@pytest.mark.parametrize(("name", "value"), EDGES.items())
 def test_edges_are_accepted(name: str, value: Any) -> None:
     assert getattr(SamplingParams(**{name: value}), name) == value
 
