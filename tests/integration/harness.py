@@ -185,7 +185,7 @@ class Cluster:
         async with asyncio.timeout(20):
             while True:
                 with contextlib.suppress(grpc.aio.AioRpcError):
-                    response = await stub.GetModel(generation_pb2.GetModelRequest(name=MODEL))
+                    response = await stub.GetModel(generation_pb2.GetModelRequest(model=MODEL))
                     if response.model.workers == workers:
                         return
                 await asyncio.sleep(0.02)
