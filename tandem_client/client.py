@@ -201,6 +201,7 @@ class _Attempts:
         self._address = ""
         self._num_failures = 0
         self._num_tries = 0
+        self._has_progress = False
 
     async def next(self) -> tuple[generation_pb2_grpc.GenerationServiceStub, float | None]:
         """Wait as long as the targets ask for; then where to call, and the seconds left."""
@@ -217,16 +218,19 @@ class _Attempts:
     def succeeded(self) -> None:
         """The target answered."""
         self._num_failures = 0
+        self._has_progress = True
         self._client._targets.succeeded(self._address)
 
     def failed(self, error: Exception) -> None:
         """Return if the call is worth another try; raise the error as the caller should see it otherwise."""
         shown = _shown(error)
         self._num_failures += 1
-        if self._num_failures >= self._client._policy.max_attempts or not self._is_retryable(error, shown):
+        policy = self._client._policy
+        limit = policy.max_attempts if self._has_progress else min(policy.max_first_attempts, policy.max_attempts)
+        if self._num_failures >= limit or not self._is_retryable(error, shown):
             raise shown from error
         jitter = self._client._jitter.random()
-        self._client._targets.failed(self._address, _now(), self._client._policy, jitter, _retry_after_s(error, shown))
+        self._client._targets.failed(self._address, _now(), policy, jitter, _retry_after_s(error, shown))
 
     def _is_retryable(self, error: Exception, shown: TandemError) -> bool:
         if isinstance(error, BrokenStream) or shown.code is grpc.StatusCode.UNAVAILABLE:

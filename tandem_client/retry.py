@@ -12,6 +12,8 @@ class RetryPolicy:
 
     max_attempts: int = 12
     """attempts in a row without progress, the first included"""
+    max_first_attempts: int = 12
+    """the same, before anything has come of a call: smaller, where a user should soon hear that nobody is there"""
     initial_backoff_s: float = 0.1
     max_backoff_s: float = 5.0
     multiplier: float = 2.0
@@ -22,7 +24,7 @@ class RetryPolicy:
         return full * (0.5 + 0.5 * jitter)
 
 
-NO_RETRY = RetryPolicy(max_attempts=1)
+NO_RETRY = RetryPolicy(max_attempts=1, max_first_attempts=1)
 
 
 @dataclass(slots=True)

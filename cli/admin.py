@@ -1,0 +1,127 @@
+"""What the scheduler's AdminService is asked: protobuf ends here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import grpc
+from tandem.v1 import admin_pb2, admin_pb2_grpc
+
+from cluster.errors import from_rpc_error
+
+_TIMEOUT_S = 5.0
+_STATES = {
+    admin_pb2.WORKER_STATE_UNSPECIFIED: "unknown",
+    admin_pb2.WORKER_STATE_SERVING: "serving",
+    admin_pb2.WORKER_STATE_DRAINING: "draining",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStatus:
+    """One worker; the fields are those of `admin.proto`."""
+
+    worker_id: str
+    model: str
+    fingerprint: str
+    epoch: int
+    state: str
+    running: int
+    max_sequences: int
+    total_blocks: int
+    free_blocks: int
+    cached_blocks: int
+    referenced_blocks: int
+    steps_in_flight: int
+    steps: int
+    last_step_s: float
+    drafting: bool
+    generated_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class DraftWorkerStatus:
+    """One draft worker."""
+
+    worker_id: str
+    model: str
+    address: str
+    proposer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """Totals since the scheduler's start."""
+
+    requests_accepted: int
+    requests_finished: int
+    requests_cancelled: int
+    requests_failed: int
+    prefill_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    drafted_tokens: int
+    accepted_tokens: int
+    preemptions: int
+    resumptions: int
+    fingerprint_crossings: int
+    evictions: int
+
+
+@dataclass(frozen=True, slots=True)
+class CellStatus:
+    """The cell at one moment."""
+
+    term: int
+    uptime_s: float
+    workers: tuple[WorkerStatus, ...]
+    draft_workers: tuple[DraftWorkerStatus, ...]
+    gateways: tuple[str, ...]
+    waiting: int
+    running: int
+    counters: Counters
+    draining: bool
+
+
+def status(scheduler: str) -> CellStatus:
+    """Ask the scheduler at HOST:PORT. Raises TandemError."""
+    return cell_status(_call(scheduler, "GetStatus", admin_pb2.GetStatusRequest()))
+
+
+def drain(scheduler: str, worker_id: str) -> None:
+    """Begin to drain a worker, or the whole cell if the id is empty. Raises TandemError."""
+    _call(scheduler, "Drain", admin_pb2.DrainRequest(worker_id=worker_id))
+
+
+def cell_status(message: admin_pb2.GetStatusResponse) -> CellStatus:
+    """The answer of the scheduler in our own types."""
+    return CellStatus(
+        term=message.term,
+        uptime_s=message.uptime_s,
+        workers=tuple(_worker(worker) for worker in message.workers),
+        draft_workers=tuple(
+            DraftWorkerStatus(draft.worker_id, draft.model, draft.address, draft.proposer)
+            for draft in message.draft_workers
+        ),
+        gateways=tuple(message.gateways),
+        waiting=message.waiting,
+        running=message.running,
+        counters=Counters(**{name: getattr(message.counters, name) for name in Counters.__slots__}),
+        draining=message.draining,
+    )
+
+
+def _worker(message: admin_pb2.WorkerStatus) -> WorkerStatus:
+    values = {name: getattr(message, name) for name in WorkerStatus.__slots__}
+    return WorkerStatus(**{**values, "state": _STATES.get(message.state, "unknown")})
+
+
+def _call(scheduler: str, method: str, request: object) -> admin_pb2.GetStatusResponse:
+    options = [("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1)]
+    with grpc.insecure_channel(scheduler, options=options) as channel:
+        stub = admin_pb2_grpc.AdminServiceStub(channel)
+        try:
+            answer: admin_pb2.GetStatusResponse = getattr(stub, method)(request, timeout=_TIMEOUT_S)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+        return answer

@@ -1,0 +1,185 @@
+"""`tandem bench`: load on a cluster, and what it took."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cli.arguments import Subparsers, add_command, add_target, not_negative, positive, targets
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from cli.load import Record, Workload
+    from cli.load_report import Distribution, Report
+    from tandem_client import Model
+
+_EXAMPLES = """\
+examples:
+  tandem bench --concurrency 32 --requests 256                     closed loop: 32 clients at a time
+  tandem bench --rate 5 --requests 300                             open loop: 5 arrivals a second (Poisson)
+  tandem bench --input-tokens 512 --output-tokens 128 --json out.json
+  tandem bench --shared-prefix-tokens 256 --input-tokens 300       how much the prefix cache saves
+
+Prompts are random token ids, the same for the same --seed; answers have exactly --output-tokens tokens. Times are
+as seen by the client. The exit status is 1 if any request failed or came incomplete.
+"""
+
+
+def add_parser(commands: Subparsers) -> None:
+    """Declare the command."""
+    parser = add_command(commands, "bench", run, "measure a cluster under load", _EXAMPLES)
+    add_target(parser)
+    add = parser.add_argument
+    add("--concurrency", type=positive(int), default=8, metavar="N", help="closed loop: clients at a time (default 8)")
+    add("--rate", type=positive(float), metavar="R", help="open loop: arrivals per second, instead of --concurrency")
+    add("--requests", type=positive(int), default=64, metavar="N", help="requests in all (default 64)")
+    add("--warmup", type=not_negative(int), default=0, metavar="N", help="requests before, which don't count")
+    add("--input-tokens", type=positive(int), default=128, metavar="N", help="tokens of each prompt (default 128)")
+    add("--output-tokens", type=positive(int), default=64, metavar="N", help="tokens of each answer (default 64)")
+    add(
+        "--shared-prefix-tokens",
+        type=not_negative(int),
+        default=0,
+        metavar="N",
+        help="prompt tokens all have in common",
+    )
+    add("--temperature", type=not_negative(float), default=0.0, metavar="T", help="default 0")
+    add("--seed", type=not_negative(int), default=0, metavar="N", help="of prompts, arrivals and answers (default 0)")
+    add("--speculation", action=argparse.BooleanOptionalAction, default=None, help="default: the cluster's choice")
+    add("--connections", type=positive(int), default=1, metavar="N", help="connections to each target (default 1)")
+    add("--json", type=Path, metavar="FILE", help="write the result here; - is stdout")
+
+
+def run(args: argparse.Namespace) -> int:
+    """The command; returns the exit status."""
+    return asyncio.run(_bench(args))
+
+
+async def _bench(args: argparse.Namespace) -> int:
+    from rich.console import Console
+    from tandem.v1 import generation_pb2_grpc
+
+    from cli import session
+    from cli.load_report import summarise
+    from cluster.channel import connect
+
+    console = Console(stderr=True, highlight=False)
+    async with session.client(args) as client:
+        model = _model(await client.models(), args.model)
+    workload = _workload(args, model)
+    async with contextlib.AsyncExitStack() as stack:
+        stubs = []
+        for target in targets(args) * args.connections:
+            channel = await stack.enter_async_context(connect(target))
+            stubs.append(generation_pb2_grpc.GenerationServiceStub(channel))
+        if args.warmup:
+            warmup = dataclasses.replace(workload, num_requests=args.warmup, seed=workload.seed + 1_000_003, rate=None)
+            await _with_bar(console, "warming up", warmup, stubs)
+        cpu_start_s = time.process_time()
+        records = await _with_bar(console, "requests", workload, stubs)
+        cpu_s = time.process_time() - cpu_start_s
+    report = summarise(workload, records, cpu_s)
+    show(console, report)
+    if args.json is not None:
+        text = json.dumps(report.as_json(), indent=1) + "\n"
+        if str(args.json) == "-":
+            sys.stdout.write(text)
+        else:
+            args.json.write_text(text)
+    return 1 if report.errors else 0
+
+
+def _model(models: tuple[Model, ...], name: str) -> Model:
+    from cli.failures import UsageError
+
+    found = [model for model in models if not name or model.name == name]
+    if len(found) != 1:
+        names = ", ".join(model.name for model in models) or "none"
+        raise UsageError(f"--model must be one of the served models: {names}")
+    return found[0]
+
+
+def _workload(args: argparse.Namespace, model: Model) -> Workload:
+    from cli.failures import UsageError
+    from cli.load import Workload
+
+    if args.input_tokens + args.output_tokens > model.max_model_len:
+        raise UsageError(
+            f"--input-tokens and --output-tokens make {args.input_tokens + args.output_tokens}, "
+            f"but the context of {model.name} is {model.max_model_len}"
+        )
+    return Workload(
+        model=model.name,
+        num_requests=args.requests,
+        concurrency=args.concurrency,
+        input_tokens=args.input_tokens,
+        output_tokens=args.output_tokens,
+        vocab_size=model.vocab_size,
+        rate=args.rate,
+        temperature=args.temperature,
+        seed=args.seed,
+        shared_prefix_tokens=args.shared_prefix_tokens,
+        speculation=args.speculation,
+        timeout_s=args.timeout_s,
+    )
+
+
+async def _with_bar(console: Console, what: str, workload: Workload, stubs: list) -> list[Record]:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from cli import load
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TextColumn("{task.fields[note]}"), console=console) as bars:
+        task = bars.add_task(what, total=workload.num_requests, note="")
+        num_errors = 0
+
+        def on_done(record: Record) -> None:
+            nonlocal num_errors
+            num_errors += record.error is not None
+            bars.update(task, advance=1, note=f"[red]{num_errors} failed[/red]" if num_errors else "")
+
+        return await load.run(workload, stubs, on_done)
+
+
+def show(console: Console, report: Report) -> None:
+    """The result for people."""
+    from rich.table import Table
+
+    workload = report.workload
+    kind = f"open loop, {workload.rate:g}/s" if workload.rate else f"closed loop, {workload.concurrency} at a time"
+    console.print(
+        f"{workload.model}: {workload.num_requests} requests ({kind}), "
+        f"{workload.input_tokens} tokens in, {workload.output_tokens} out"
+    )
+    table = Table("", "mean", "p50", "p90", "p99", "max", box=None, header_style="bold")
+    rows: list[tuple[str, Distribution]] = [
+        ("time to first token", report.ttft_s),
+        ("between deliveries", report.inter_token_s),
+        ("per output token", report.time_per_output_token_s),
+        ("end to end", report.end_to_end_s),
+    ]
+    for name, times in rows:
+        cells = (times.mean, times.p50, times.p90, times.p99, times.max)
+        table.add_row(name, *("-" if cell is None else f"{cell * 1000:.1f} ms" for cell in cells))
+    console.print(table)
+    console.print(
+        f"{report.completed} completed in {report.duration_s:.2f} s: {report.output_tokens_per_s:.1f} tokens/s, "
+        f"{report.requests_per_s:.2f} requests/s"
+    )
+    if report.acceptance is not None:
+        console.print(f"{report.drafted_tokens} tokens drafted, {report.acceptance:.0%} accepted")
+    if report.cached_tokens:
+        console.print(f"{report.cached_tokens} prompt tokens came from the prefix cache")
+    late = f"; requests started up to {report.late_start_s * 1000:.0f} ms late" if workload.rate else ""
+    console.print(f"the load generator itself took {report.client_cpu_share:.0%} of one core{late}")
+    for code, count in sorted(report.errors.items()):
+        console.print(f"[red]{count} failed: {code}[/red]")

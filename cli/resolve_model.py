@@ -1,0 +1,41 @@
+"""`python -m cli.resolve_model NAME`: fetch or convert a model and print its folder; a process of its own for torch."""
+
+from __future__ import annotations
+
+import sys
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+
+def main(name: str) -> int:
+    """Exit status 0, or 2 with the reason on stderr."""
+    console = Console(stderr=True)
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as bars:
+        task = bars.add_task("reading the engine", total=None)
+
+        def progress(what: str, share: float | None) -> None:
+            bars.update(task, description=what, total=None if share is None else 1.0, completed=share or 0.0)
+
+        from engine.errors import ModelError
+        from engine.loading import resolve_model
+
+        try:
+            folder = resolve_model(name, progress)
+        except (ModelError, OSError) as error:
+            bars.stop()
+            print(error, file=sys.stderr)
+            return 2
+    print(folder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,150 @@
+"""`tandem status`: what the cell does, live."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import time
+from typing import TYPE_CHECKING, Any
+
+from cli.arguments import DEFAULT_SCHEDULER, Subparsers, add_command, not_negative
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from cli.admin import CellStatus
+
+_EXAMPLES = """\
+examples:
+  tandem status                                a table that stays current, until Ctrl-C
+  tandem status --once                         one look
+  tandem status --json                         one look, for programs
+  tandem status --scheduler 127.0.0.1:50052
+"""
+
+
+def add_parser(commands: Subparsers) -> None:
+    """Declare the command."""
+    parser = add_command(commands, "status", run, "show workers, rows, blocks, tokens per second", _EXAMPLES)
+    parser.add_argument("--scheduler", default=DEFAULT_SCHEDULER, metavar="HOST:PORT", help="default %(default)s")
+    parser.add_argument(
+        "--interval", type=not_negative(float), default=1.0, metavar="S", help="seconds between looks (default 1)"
+    )
+    parser.add_argument("--once", action="store_true", help="show the table once")
+    parser.add_argument("--json", action="store_true", help="one JSON object, rates over the last interval included")
+
+
+def run(args: argparse.Namespace) -> int:
+    """The command; returns the exit status."""
+    from rich.console import Console
+
+    from cli import admin
+
+    before = admin.status(args.scheduler)
+    if args.json or args.once:
+        time.sleep(args.interval)
+        now = admin.status(args.scheduler) if args.interval else before
+        if args.json:
+            print(json.dumps(status_json(before, now), ensure_ascii=False))
+        else:
+            Console().print(table(before, now))
+        return 0
+    _watch(args.scheduler, max(args.interval, 0.1), before)
+    return 0
+
+
+def _watch(scheduler: str, interval_s: float, before: CellStatus) -> None:
+    from rich.live import Live
+    from rich.text import Text
+
+    from cli import admin
+    from cluster.errors import TandemError
+
+    with Live(table(before, before), auto_refresh=False, screen=False) as live:
+        while True:
+            time.sleep(interval_s)
+            try:
+                now = admin.status(scheduler)
+            except TandemError as error:
+                live.update(Text(f"the scheduler at {scheduler} doesn't answer: {error.message}"), refresh=True)
+                continue
+            live.update(table(before, now), refresh=True)
+            before = now
+
+
+def status_json(before: CellStatus, now: CellStatus) -> dict[str, Any]:
+    """The later of two looks, with the rates between them."""
+    return {**dataclasses.asdict(now), "tokens_per_s": tokens_per_s(before, now), "acceptance": acceptance(before, now)}
+
+
+def tokens_per_s(before: CellStatus, now: CellStatus) -> float | None:
+    """Output tokens per second between two looks; None if that can't be told (one look, a restarted scheduler)."""
+    return _rate(before, now, now.counters.generated_tokens - before.counters.generated_tokens)
+
+
+def acceptance(before: CellStatus, now: CellStatus) -> float | None:
+    """Accepted share of the drafted tokens between two looks, or since the start if none were; None without drafts."""
+    drafted = now.counters.drafted_tokens - before.counters.drafted_tokens
+    accepted = now.counters.accepted_tokens - before.counters.accepted_tokens
+    if drafted <= 0 or before.term != now.term:
+        drafted, accepted = now.counters.drafted_tokens, now.counters.accepted_tokens
+    return accepted / drafted if drafted else None
+
+
+def _rate(before: CellStatus, now: CellStatus, count: int) -> float | None:
+    seconds = now.uptime_s - before.uptime_s
+    if before.term != now.term or seconds <= 0 or count < 0:
+        return None
+    return count / seconds
+
+
+def table(before: CellStatus, now: CellStatus) -> RenderableType:
+    """The cell for people."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    earlier = {(worker.worker_id, worker.epoch): worker for worker in before.workers}
+    workers = Table(
+        *("worker", "model", "state", "rows", "blocks used", "cached", "free", "tok/s", "step ms", "draft"),
+        box=None,
+        header_style="bold",
+    )
+    for worker in now.workers:
+        old = earlier.get((worker.worker_id, worker.epoch))
+        rate = _rate(before, now, worker.generated_tokens - old.generated_tokens) if old else None
+        workers.add_row(
+            worker.worker_id,
+            worker.model,
+            Text(worker.state, style="green" if worker.state == "serving" else "yellow"),
+            f"{worker.running}/{worker.max_sequences}",
+            f"{worker.referenced_blocks}/{worker.total_blocks}",
+            str(worker.cached_blocks),
+            str(worker.free_blocks),
+            _number(rate),
+            f"{worker.last_step_s * 1000:.1f}",
+            "on" if worker.drafting else "off",
+        )
+    parts: list[RenderableType] = [Text(_headline(before, now)), workers]
+    if not now.workers:
+        parts.append(Text("no worker is attached", style="yellow"))
+    for draft in now.draft_workers:
+        parts.append(Text(f"{draft.worker_id} drafts for {draft.model} with {draft.proposer} at {draft.address}"))
+    return Group(*parts)
+
+
+def _headline(before: CellStatus, now: CellStatus) -> str:
+    share = acceptance(before, now)
+    counters = now.counters
+    return (
+        f"running {now.running}  waiting {now.waiting}  {_number(tokens_per_s(before, now))} tok/s  "
+        f"acceptance {'-' if share is None else f'{share:.0%}'}  gateways {len(now.gateways)}  "
+        f"finished {counters.requests_finished}  cancelled {counters.requests_cancelled}  "
+        f"failed {counters.requests_failed}  resumed {counters.resumptions}  preempted {counters.preemptions}  "
+        f"up {now.uptime_s:.0f} s" + ("  DRAINING" if now.draining else "")
+    )
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
