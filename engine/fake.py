@@ -18,6 +18,7 @@ any temperature.
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -133,20 +134,23 @@ class FakeEngine:
         """h [L] at each wanted token, and whether its context holds a failing token [L]."""
         states = np.zeros(len(batch.logit_indices), dtype=np.uint64)
         failing = np.zeros(len(batch.logit_indices), dtype=bool)
-        rows = np.searchsorted(batch.query_starts, batch.logit_indices, side="right") - 1
-        offsets = np.arange(self._info.block_size)
-        for row in np.unique(rows):
-            wanted = np.flatnonzero(rows == row)
-            positions = batch.positions[batch.logit_indices[wanted]]
-            length = int(positions.max()) + 1
-            num_blocks = -(-length // self._info.block_size)
-            table = batch.block_tables[row][:num_blocks].astype(np.int64)
-            if len(table) < num_blocks or table.min() < 0 or table.max() >= self._info.num_blocks:
+        block_size, num_blocks = self._info.block_size, self._info.num_blocks
+        # logit_indices ascend, so a row's stand together.
+        edges = np.searchsorted(batch.logit_indices, batch.query_starts).tolist()
+        positions = batch.positions[batch.logit_indices]
+        offsets = np.arange(block_size)
+        for row, (start, end) in enumerate(pairwise(edges)):
+            if start == end:
+                continue
+            length = int(positions[end - 1]) + 1
+            used = -(-length // block_size)
+            table = batch.block_tables[row][:used].astype(np.int64)
+            if len(table) < used or table.min() < 0 or table.max() >= num_blocks:
                 raise IndexError(f"row {row}: block table {table.tolist()} can't serve {length} tokens")
-            slots = (table[:, None] * self._info.block_size + offsets).reshape(-1)[:length]
-            states[wanted] = np.cumsum(self._kv[slots] * self._odd[:length], dtype=np.uint64)[positions]
+            slots = (table[:, None] * block_size + offsets).reshape(-1)[:length]
+            states[start:end] = np.cumsum(self._kv[slots] * self._odd[:length])[positions[start:end]]
             if len(self._fail_on):
-                failing[wanted] = np.logical_or.accumulate(self._failing[slots])[positions]
+                failing[start:end] = np.logical_or.accumulate(self._failing[slots])[positions[start:end]]
         return states, failing
 
     def _logits(self, states: np.ndarray) -> np.ndarray:

@@ -1,10 +1,11 @@
-"""The fake engine: its answer depends on every token of the context, read where the block table says, and on no more."""
+"""The fake engine: its answer depends on every token of the context, read where the block table says, and no more."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections import Counter
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -43,6 +44,14 @@ def batch(*pieces: Piece, every: bool = False) -> Batch:
         block_tables=[np.array(table, dtype=np.int32) for _, _, table in pieces],
         logit_indices=np.array(wanted, dtype=np.int64),
     )
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def engine(num_blocks: int = 32, **options: object) -> FakeEngine:
