@@ -135,6 +135,7 @@ class Attachment:
             for part in done:
                 part.result()
         finally:
+            self._steps.drop_queued()
             for part in parts:
                 part.cancel()
             await asyncio.gather(*parts, return_exceptions=True)

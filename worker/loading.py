@@ -11,7 +11,9 @@ import torch
 
 from cluster.logs import event
 from engine.batch import Engine
+from engine.errors import ModelError
 from worker.config import WorkerConfig
+from worker.progress import LoadingProgress
 
 logger = logging.getLogger(__name__)
 
@@ -56,19 +58,27 @@ def _fake_facts(folder: Path) -> dict[str, int]:
 
 
 def _transformers(config: WorkerConfig) -> Engine:
+    from engine.loading import resolve_model
     from engine.runner import ModelRunner
 
-    return ModelRunner.load(
-        config.model,
-        dtype=config.dtype,
-        device=config.device,
-        kv_cache_gib=config.kv_cache_gib or None,
-        num_blocks=config.num_blocks or None,
-        block_size=config.block_size,
-        max_sequences=config.max_sequences,
-        max_model_len=config.max_model_len or None,
-        threads=config.threads or None,
-    )
+    with LoadingProgress() as progress:
+        folder = resolve_model(config.model, progress)
+        try:
+            return ModelRunner.load(
+                folder,
+                dtype=config.dtype,
+                device=config.device,
+                kv_cache_gib=config.kv_cache_gib or None,
+                num_blocks=config.num_blocks or None,
+                block_size=config.block_size,
+                max_sequences=config.max_sequences,
+                max_model_len=config.max_model_len or None,
+                threads=config.threads or None,
+                progress=progress,
+            )
+        except ValueError as error:
+            # A setting that the engine can't work with; a wrong model is a ModelError already.
+            raise ModelError(str(error)) from error
 
 
 def _num_cores() -> int:

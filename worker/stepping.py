@@ -66,9 +66,13 @@ class StepThread:
         generation = self._generation
         self._jobs.put(lambda: self._run_step(step, generation))
 
+    def drop_queued(self) -> None:
+        """Steps that have not started never will."""
+        self._generation += 1
+
     async def settle(self) -> None:
         """Drop the queued steps and return when the running one has ended; its outcome is delivered before."""
-        self._generation += 1
+        self.drop_queued()
         await self._call(lambda: None)
         self._issued = 0
 

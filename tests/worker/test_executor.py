@@ -1,4 +1,4 @@
-"""The executor over the fake engine; the oracle recomputes every token alone, from scratch, without the worker's code."""
+"""The executor over the fake engine; the oracle recomputes every token alone, from scratch, with none of its code."""
 
 from __future__ import annotations
 
@@ -393,7 +393,7 @@ def test_an_engine_that_fails_on_everything_is_broken(make_rig: Any) -> None:
         both.step([(0, 99, 0), (1, 99, 0)], admissions=[both.admission(0, PROMPT[:5]), both.admission(1, PROMPT[:5])])
 
 
-# ------------------------------------------------------------------------------------------------- drafting and residents
+# ----------------------------------------------------------------------------------------------- drafting and residents
 
 
 def test_drafting_is_told_what_is_known_and_when_to_forget(make_rig: Any, scripted_drafting: Any) -> None:
