@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +23,11 @@ BLOCK = 4
 
 def plain_tokens(prompt: list[int], seed: int, temperature: float, count: int) -> list[int]:
     """argmax(l / T + g) of one sequence, all of it recomputed in a fresh engine for every token."""
+    return _plain_tokens(tuple(prompt), seed, temperature, count)[:]
+
+
+@functools.cache
+def _plain_tokens(prompt: tuple[int, ...], seed: int, temperature: float, count: int) -> list[int]:
     tokens = list(prompt)
     for index in range(count):
         length = len(tokens)

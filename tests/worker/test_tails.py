@@ -1,0 +1,219 @@
+"""The tail table: what is told, which tails are used, and that everything is bounded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from worker.prefix_hash import prefix_hash
+from worker.sequences import Sequence
+from worker.steps import SamplingParams
+from worker.tails import (
+    MAX_IDLE_ROWS,
+    MAX_OPENS_PER_DRAIN,
+    MAX_PENDING_TOKENS,
+    MAX_TOKENS_BEHIND,
+    Close,
+    Commit,
+    Tail,
+    TailTable,
+)
+
+PROMPT = [10, 11, 12, 13]
+
+
+def sequence(slot: int = 0, tokens: list[int] | None = None) -> Sequence:
+    return Sequence(
+        slot=slot,
+        sequence_id=1,
+        tokens=list(tokens or PROMPT),
+        num_prompt=4,
+        computed=0,
+        params=SamplingParams(temperature=0.5),
+        choice_seed=77,
+        cache_salt="",
+    )
+
+
+def tail_of(known: list[int], guess: list[int], generation: int = 1, **changes: Any) -> Tail:
+    values = {"slot": 0, "generation": generation, "base": len(known), "prefix_hash": prefix_hash(known)}
+    return Tail(**{**values, "token_ids": guess, **changes})
+
+
+@pytest.fixture
+def table() -> TailTable:
+    made = TailTable()
+    made.link()
+    return made
+
+
+def opened(table: TailTable) -> Sequence:
+    followed = sequence()
+    table.follow(followed, 4)
+    table.drain()
+    return followed
+
+
+def test_opening_then_commits(table: TailTable) -> None:
+    followed = sequence()
+    table.follow(followed, 4)
+    followed.tokens += [20]
+    table.follow(followed, 4)  # before anything was sent: the opening carries it
+    [opening] = table.drain().opens
+    assert (opening.token_ids, opening.num_prompt_tokens, opening.generation) == ([*PROMPT, 20], 4, 1)
+    assert (opening.seed, opening.temperature, opening.max_draft_tokens) == (77, 0.5, 4)
+    assert not table.drain()
+    followed.tokens += [21, 22]
+    table.follow(followed, 4)
+    followed.tokens += [23]
+    table.follow(followed, 4)  # pending commits concatenate
+    out = table.drain()
+    assert out.opens == []
+    assert out.commits == [Commit(0, 1, 5, [21, 22, 23], prefix_hash(followed.tokens))]
+    table.follow(followed, 4)
+    assert not table.drain()
+
+
+def test_nothing_is_told_without_a_link_or_a_budget() -> None:
+    table = TailTable()
+    table.follow(sequence(), 4)
+    assert not table.drain()
+    table.link()
+    table.follow(sequence(), 0)
+    assert not table.drain()
+
+
+def test_a_usable_tail_shrinks_as_its_tokens_come_true(table: TailTable) -> None:
+    followed = opened(table)
+    assert table.tail(0, followed.tokens, 4) == []
+    assert table.receive([tail_of(PROMPT, [20, 21, 22, 23, 24])]) == 1
+    assert table.tail(0, followed.tokens, 3) == [20, 21, 22]
+    assert table.tail(0, [*PROMPT, 20, 21], 8) == [22, 23, 24]
+    assert table.tail(0, [*PROMPT, 20, 21, 22, 23, 24], 8) == []
+    assert table.tail(0, [*PROMPT, 20, 99], 8) == []
+    assert table.tail(1, followed.tokens, 8) == []
+
+
+def test_a_late_tail_is_used_from_where_the_sequence_is_now(table: TailTable) -> None:
+    followed = opened(table)
+    followed.tokens += [20, 21]
+    table.follow(followed, 4)
+    assert table.receive([tail_of(PROMPT, [20, 21, 22])]) == 1
+    assert table.tail(0, followed.tokens, 4) == [22]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"generation": 2}, {"prefix_hash": 5}, {"base": 5}, {"base": 3}, {"slot": 3}, {"base": 2**32 - 1}],
+)
+def test_what_is_not_ours_is_dropped(table: TailTable, changes: dict[str, int]) -> None:
+    followed = opened(table)
+    assert table.receive([tail_of(PROMPT, [20], **changes)]) == 0
+    assert table.tail(0, followed.tokens, 4) == []
+
+
+def test_a_released_and_reused_slot_never_sees_the_old_tail(table: TailTable) -> None:
+    opened(table)
+    table.receive([tail_of(PROMPT, [20])])
+    table.forget(0)
+    assert table.tail(0, PROMPT, 4) == []
+    assert table.drain().closes == [Close(0, 1)]
+    table.follow(sequence(), 4)
+    [opening] = table.drain().opens
+    assert opening.generation == 2
+    assert table.receive([tail_of(PROMPT, [20], generation=1)]) == 0
+    assert table.receive([tail_of(PROMPT, [20], generation=2)]) == 1
+
+
+def test_a_slot_closed_before_its_opening_was_sent_leaves_no_trace(table: TailTable) -> None:
+    table.follow(sequence(), 4)
+    table.forget(0)
+    table.forget(0)
+    assert not table.drain()
+
+
+def test_reopening_replaces_without_a_close(table: TailTable) -> None:
+    opened(table)
+    table.forget(0)
+    table.follow(sequence(), 4)
+    out = table.drain()
+    assert (out.closes, [opening.generation for opening in out.opens]) == ([], [2])
+
+
+def test_a_larger_budget_opens_anew(table: TailTable) -> None:
+    followed = opened(table)
+    table.follow(followed, 8)
+    [opening] = table.drain().opens
+    assert (opening.max_draft_tokens, opening.generation) == (8, 2)
+    table.follow(followed, 2)
+    assert not table.drain()
+
+
+def test_overflow_closes_and_the_next_row_opens_anew(table: TailTable) -> None:
+    followed = opened(table)
+    table.receive([tail_of(PROMPT, [1])])
+    followed.tokens += list(range(MAX_PENDING_TOKENS + 1))
+    table.follow(followed, 4)
+    table.follow(followed, 4)
+    [opening] = table.drain().opens
+    assert opening.token_ids == followed.tokens
+
+
+def test_a_slot_without_fresh_tails_opens_anew(table: TailTable) -> None:
+    followed = opened(table)
+    openings = 0
+    for token in range(MAX_TOKENS_BEHIND + 2):
+        followed.tokens.append(token)
+        table.follow(followed, 4)
+        openings += len(table.drain().opens)
+    assert openings == 1
+    heard = opened(table)
+    for token in range(MAX_TOKENS_BEHIND * 2):
+        heard.tokens.append(token)
+        table.follow(heard, 4)
+        assert not table.drain().opens
+        table.receive([tail_of(heard.tokens, [], generation=table._followed[0].generation)])
+
+
+def test_openings_per_drain_are_bounded(table: TailTable) -> None:
+    for slot in range(3 * MAX_OPENS_PER_DRAIN):
+        table.follow(sequence(slot), 4)
+    assert len(table.drain().opens) == MAX_OPENS_PER_DRAIN
+    for slot in range(3 * MAX_OPENS_PER_DRAIN):
+        table.follow(sequence(slot), 4)
+    assert [opening.slot for opening in table.drain().opens] == list(
+        range(MAX_OPENS_PER_DRAIN, 2 * MAX_OPENS_PER_DRAIN)
+    )
+
+
+def test_a_slot_that_gets_no_budget_for_long_is_closed(table: TailTable) -> None:
+    followed = opened(table)
+    for _ in range(MAX_IDLE_ROWS):
+        table.follow(followed, 0)
+    assert not table.drain()
+    table.follow(followed, 0)
+    assert table.drain().closes == [Close(0, 1)]
+
+
+def test_a_lost_link_forgets_everything_but_generations(table: TailTable) -> None:
+    followed = opened(table)
+    table.receive([tail_of(PROMPT, [20])])
+    table.unlink()
+    assert table.tail(0, followed.tokens, 4) == []
+    table.follow(followed, 4)
+    assert not table.drain()
+    table.link()
+    table.follow(followed, 4)
+    assert [opening.generation for opening in table.drain().opens] == [2]
+
+
+def test_hashes_of_long_outputs_stay_bounded_and_right(table: TailTable) -> None:
+    followed = opened(table)
+    for token in range(1000):
+        followed.tokens.append(token)
+        table.follow(followed, 4)
+        table.drain()
+        assert table.receive([tail_of(followed.tokens, [5], generation=table._followed[0].generation)]) == 1
+    assert len(table._followed[0].hashes) <= 256
+    assert table.tail(0, followed.tokens, 4) == [5]
