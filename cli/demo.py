@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 
 from rich.console import Console
-from rich.panel import Panel
 from rich.text import Text
 
 from tandem_client import Message, TandemClient, TandemError
@@ -22,7 +21,10 @@ async def show(console: Console, gateway: str, scheduler: str, model: str) -> No
         await _complete(console, gateway, model)
     except TandemError as error:
         console.print(Text(f"the demonstration failed: {error.code.name}: {error.message}", style="red"))
-    console.print(Panel(Text(calls(gateway, scheduler, model)), title="How to call it", expand=False))
+    # Printed as it is, so that a line can be copied whole from a terminal of any width.
+    console.rule("How to call it")
+    console.print(Text(calls(gateway, scheduler, model)))
+    console.rule()
 
 
 async def _complete(console: Console, gateway: str, model: str) -> None:

@@ -15,8 +15,11 @@ import sys
 from pathlib import Path
 
 from cli.fake_model import write_fake_model
+from engine.model_cache import cache_folder
 
 DEFAULT = "default"
+DEFAULT_NAME = "SmolLM2-135M-Instruct"
+"""as `engine.default_model` calls it, which can't be imported here: it brings torch"""
 
 
 class ModelUnavailable(Exception):
@@ -33,8 +36,9 @@ def resolve(model: str, engine: str, scratch: Path) -> Path:
     if engine == "fake":
         raise ModelUnavailable(f"{model} is no model folder (it has no config.json); without --model one is made")
     if model == DEFAULT:
-        return _ask(["-m", "engine.default_model"], "the default model")
-    return _ask(["-m", "cli.resolve_model", model], f"the model {model}")
+        cached = cache_folder() / "models" / DEFAULT_NAME
+        return cached if cached.is_dir() else _ask(model, "the default model")
+    return _ask(model, f"the model {model}")
 
 
 def served_name(model: str, folder: Path) -> str:
@@ -45,11 +49,11 @@ def served_name(model: str, folder: Path) -> str:
     return path.resolve().name.removesuffix(".gguf") if path.exists() else model.rstrip("/").rpartition("/")[2]
 
 
-def _ask(arguments: list[str], what: str) -> Path:
+def _ask(model: str, what: str) -> Path:
     """The folder that a process prints as its last line; what it says on stderr goes straight to the terminal."""
-    finished = subprocess.run([sys.executable, "-P", *arguments], stdout=subprocess.PIPE, text=True, check=False)
-    lines = finished.stdout.split("\n")
-    folder = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    command = [sys.executable, "-P", "-m", "cli.resolve_model", model]
+    finished = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    folder = next((line.strip() for line in reversed(finished.stdout.split("\n")) if line.strip()), "")
     if finished.returncode != 0:
         raise ModelUnavailable(f"can't get {what} (see above)")
     if not (Path(folder) / "config.json").is_file():

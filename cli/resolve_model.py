@@ -24,11 +24,13 @@ def main(name: str) -> int:
         def progress(what: str, share: float | None) -> None:
             bars.update(task, description=what, total=None if share is None else 1.0, completed=share or 0.0)
 
+        from cli.model_source import DEFAULT
+        from engine.default_model import fetch_default_model
         from engine.errors import ModelError
         from engine.loading import resolve_model
 
         try:
-            folder = resolve_model(name, progress)
+            folder = fetch_default_model(progress=progress) if name == DEFAULT else resolve_model(name, progress)
         except (ModelError, OSError) as error:
             bars.stop()
             print(error, file=sys.stderr)

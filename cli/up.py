@@ -213,7 +213,8 @@ class Cluster:
         drain_s = _DEFAULT_DRAIN_S if options.drain_timeout_s is None else options.drain_timeout_s
         limit_s = drain_s + _STOP_MARGIN_S
         await supervisor.stop(["gateway"], limit_s)
-        await supervisor.stop([name for name in supervisor.members if name not in ("gateway", "scheduler")], limit_s)
+        await supervisor.stop([name for name in supervisor.members if name.startswith("worker")], limit_s)
+        await supervisor.stop(["draft"], limit_s)
         await supervisor.stop(["scheduler"], limit_s)
         self._output.line(NAME, "stopped")
 

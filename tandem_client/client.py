@@ -226,7 +226,7 @@ class _Attempts:
         shown = _shown(error)
         self._num_failures += 1
         policy = self._client._policy
-        limit = policy.max_attempts if self._has_progress else min(policy.max_first_attempts, policy.max_attempts)
+        limit = policy.limit(has_progress=self._has_progress)
         if self._num_failures >= limit or not self._is_retryable(error, shown):
             raise shown from error
         jitter = self._client._jitter.random()

@@ -42,7 +42,8 @@ class StreamProgress:
         self._started = False
         self._has_prompt_logprobs = False
         self._usage: Usage | None = None
-        self._num_lost = 0
+        self._lost = False
+        self._num_resumptions = 0
         self.seed = 0
 
     @property
@@ -57,14 +58,15 @@ class StreamProgress:
 
     def stream_lost(self) -> None:
         """A stream broke; the next chunks come from a new one."""
-        if self._started:
-            self._num_lost += 1
+        self._lost = self._started
 
     def accept(self, chunk: Chunk) -> Chunk | None:
         """What is new in a chunk, or None if nothing is; raise BrokenStream if it can't follow what is held."""
         if self._started and chunk.seed != self.seed:
             raise BrokenStream(f"the seed changed from {self.seed} to {chunk.seed}")
         self._started = True
+        self._num_resumptions += self._lost
+        self._lost = False
         self.seed = chunk.seed
         deltas = tuple(delta for delta in map(self._accept_delta, chunk.deltas) if delta is not None)
         prompt_logprobs = () if self._has_prompt_logprobs else chunk.prompt_logprobs
@@ -74,7 +76,7 @@ class StreamProgress:
             unfinished = [index for index, choice in enumerate(self._choices) if choice.finish_reason is None]
             if unfinished:
                 raise BrokenStream(f"the last message came while choices {unfinished} were running")
-            usage = replace(usage, resumptions=usage.resumptions + self._num_lost)
+            usage = replace(usage, resumptions=usage.resumptions + self._num_resumptions)
             self._usage = usage
         if not deltas and not prompt_logprobs and usage is None:
             return None

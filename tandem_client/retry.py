@@ -12,11 +12,16 @@ class RetryPolicy:
 
     max_attempts: int = 12
     """attempts in a row without progress, the first included"""
-    max_first_attempts: int = 12
-    """the same, before anything has come of a call: smaller, where a user should soon hear that nobody is there"""
+    max_first_attempts: int | None = None
+    """the same, before anything has come of a call (None: no other limit): smaller, where a user should soon hear that
+    nobody is there"""
     initial_backoff_s: float = 0.1
     max_backoff_s: float = 5.0
     multiplier: float = 2.0
+
+    def limit(self, *, has_progress: bool) -> int:
+        """Most attempts in a row."""
+        return self.max_attempts if has_progress or self.max_first_attempts is None else self.max_first_attempts
 
     def backoff_s(self, num_failures: int, jitter: float) -> float:
         """Pause after so many failures in a row; `jitter` in [0, 1) spreads it over 50 % to 100 % of the full pause."""
@@ -24,7 +29,7 @@ class RetryPolicy:
         return full * (0.5 + 0.5 * jitter)
 
 
-NO_RETRY = RetryPolicy(max_attempts=1, max_first_attempts=1)
+NO_RETRY = RetryPolicy(max_attempts=1)
 
 
 @dataclass(slots=True)

@@ -63,15 +63,25 @@ class SyncTandemClient:
     ) -> Generator[Chunk, None, None]:
         """As `TandemClient.stream`. Closing the iterator, or an exception in the loop over it, cancels the request."""
         chunks = self._client.stream(prompt, timeout_s=timeout_s, **options)
+        running: asyncio.Task[Any] | None = None
 
         async def next_chunk() -> Chunk | None:
+            nonlocal running
+            running = asyncio.current_task()
             return await anext(chunks, None)
+
+        async def close() -> None:
+            # Ctrl-C leaves the step that was awaited behind; a generator can't be closed while it runs.
+            if running is not None and not running.done():
+                running.cancel()
+                await asyncio.wait({running})
+            await chunks.aclose()
 
         try:
             while (chunk := self._wait(next_chunk())) is not None:
                 yield chunk
         finally:
-            self._wait(chunks.aclose())
+            self._wait(close())
 
     def tokenize(
         self,

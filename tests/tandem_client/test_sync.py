@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -63,6 +65,27 @@ def test_closing_a_stream_cancels_it(running: tuple[Any, str]) -> None:
         with pytest.raises(KeyboardInterrupt):
             stream.throw(KeyboardInterrupt())
         assert [gateway.cancellations.get(timeout=5) for _ in range(2)] == [0, 1]
+
+
+def test_ctrl_c_while_waiting_cancels_the_request(running: tuple[Any, str]) -> None:
+    gateway, address = running
+    gateway.breaks = {}
+    gateway.hang_after = 2
+    with SyncTandemClient(address) as client:
+        received = []
+
+        def listen() -> None:
+            for chunk in client.stream("hi"):
+                received.append(chunk)
+                if len(received) == 2:
+                    # Arrives while the main thread waits for a third chunk, which never comes.
+                    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+        with pytest.raises(KeyboardInterrupt):
+            listen()
+        assert gateway.cancellations.get(timeout=5) == 0
+        gateway.hang_after = None
+        assert client.tokenize("ab") == (97, 98)
 
 
 def test_errors_are_raised_in_the_caller(scripted: Any) -> None:
