@@ -36,6 +36,8 @@ def connect(
         options=[
             ("grpc.keepalive_time_ms", round(keepalive_time_s * 1000)),
             ("grpc.keepalive_timeout_ms", round(keepalive_timeout_s * 1000)),
+            # What counts in today's core: without it an unanswered keepalive ping is waited for a whole minute.
+            ("grpc.http2.ping_timeout_ms", round(keepalive_timeout_s * 1000)),
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.max_pings_without_data", 0),
             ("grpc.max_receive_message_length", -1),

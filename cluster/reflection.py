@@ -81,7 +81,8 @@ def _describe_v1(pool: descriptor_pool.DescriptorPool) -> None:
 def _rename_types(proto: descriptor_pb2.FileDescriptorProto, old: str, new: str) -> None:
     for message in proto.message_type:
         for field in message.field:
-            field.type_name = field.type_name.replace(old, new)
+            if field.type_name:
+                field.type_name = field.type_name.replace(old, new)
     for service in proto.service:
         for method in service.method:
             method.input_type = method.input_type.replace(old, new)

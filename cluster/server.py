@@ -63,6 +63,7 @@ def create_server(
             ("grpc.max_send_message_length", -1),
             ("grpc.keepalive_time_ms", round(keepalive_time_s * 1000)),
             ("grpc.keepalive_timeout_ms", round(keepalive_timeout_s * 1000)),
+            ("grpc.http2.ping_timeout_ms", round(keepalive_timeout_s * 1000)),
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.max_pings_without_data", 0),
             # The key that counts. The name with `recv` in it, which is found in the wild, does nothing.
@@ -98,11 +99,13 @@ async def run_until_signal(
     health: Health | None = None,
     grace_s: float = 5.0,
     stop: asyncio.Event | None = None,
+    ready: str | None = None,
 ) -> None:
     """Serve until SIGTERM, SIGINT or `stop`; then NOT_SERVING, `drain()`, stop(grace_s). The server is started already.
 
     `drain` refuses new work and returns when the old has ended; it bounds its own time. A second signal cuts it short:
-    what still runs is cancelled at once.
+    what still runs is cancelled at once. `ready` is a line for stdout, printed once signals are watched, so that who
+    reads it may send one right away.
     """
     loop = asyncio.get_running_loop()
     first, second = stop or asyncio.Event(), asyncio.Event()
@@ -114,11 +117,15 @@ async def run_until_signal(
     signals = (signal.SIGTERM, signal.SIGINT)
     for number in signals:
         loop.add_signal_handler(number, on_signal, number.name)
+    if ready is not None:
+        print(ready, flush=True)
     try:
         await first.wait()
         if health is not None:
             health.enter_graceful_shutdown()
         await _unless(second, drain())
+        if health is not None:
+            health.close()
         await server.stop(0 if second.is_set() else grace_s)
     finally:
         for number in signals:
