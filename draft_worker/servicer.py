@@ -53,11 +53,12 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             async for message in request_iterator:
                 self.inbox.put(stream, news_from_proto(message))
         finally:
-            sending.cancel()
-            await asyncio.gather(sending, return_exceptions=True)
+            # First what must happen: a handler that is cancelled again never gets past an await.
             self._outboxes.pop(stream, None)
             self.inbox.end_stream(stream)
             event(logger, "worker gone", worker=hello.worker_id, stream=stream)
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
 
     async def _hello(
         self, request_iterator: AsyncIterator[draft_pb2.DraftRequest], context: grpc.aio.ServicerContext
