@@ -9,9 +9,9 @@ from rich.text import Text
 
 from tandem_client import Message, TandemClient, TandemError
 
-_QUESTION = "What is a tandem? Answer in two sentences."
+_QUESTION = "What is a tandem? Answer in one sentence."
 _TEXT = "Two riders on one bicycle"
-_MAX_TOKENS = 96
+_MAX_TOKENS = 48
 
 
 async def show(console: Console, gateway: str, scheduler: str, model: str) -> None:

@@ -1,0 +1,84 @@
+"""The status of a cell as table and JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from typing import Any
+
+from rich.console import Console
+from tandem.v1 import admin_pb2
+
+from cli import admin, status
+from cli.admin import CellStatus
+
+
+def cell(uptime_s: float, generated: int, drafted: int = 0, accepted: int = 0, **changes: Any) -> CellStatus:
+    worker = admin_pb2.WorkerStatus(
+        worker_id="w-1",
+        model="m",
+        epoch=3,
+        state=admin_pb2.WORKER_STATE_SERVING,
+        running=2,
+        max_sequences=8,
+        total_blocks=100,
+        free_blocks=70,
+        cached_blocks=10,
+        referenced_blocks=20,
+        last_step_s=0.0125,
+        drafting=True,
+        generated_tokens=generated,
+    )
+    message = admin_pb2.GetStatusResponse(
+        term=5,
+        uptime_s=uptime_s,
+        workers=[worker],
+        draft_workers=[admin_pb2.DraftWorkerStatus(worker_id="d", model="m", address="h:1", proposer="ngram")],
+        gateways=["g"],
+        waiting=4,
+        running=2,
+        counters=admin_pb2.Counters(generated_tokens=generated, drafted_tokens=drafted, accepted_tokens=accepted),
+    )
+    return dataclasses.replace(admin.cell_status(message), **changes)
+
+
+def shown(before: CellStatus, now: CellStatus) -> str:
+    output = io.StringIO()
+    Console(file=output, width=160).print(status.table(before, now))
+    return output.getvalue()
+
+
+def test_rates_are_between_two_looks() -> None:
+    before, now = cell(10.0, 1000, drafted=100, accepted=90), cell(12.0, 1500, drafted=150, accepted=100)
+    assert status.tokens_per_s(before, now) == 250.0
+    assert status.acceptance(before, now) == 0.2
+    assert status.tokens_per_s(now, now) is None
+
+
+def test_acceptance_since_the_start_where_nothing_was_drafted_in_between() -> None:
+    now = cell(12.0, 1500, drafted=150, accepted=75)
+    assert status.acceptance(now, now) == 0.5
+    assert status.acceptance(cell(1.0, 0), cell(2.0, 0)) is None
+
+
+def test_a_restarted_scheduler_gives_no_negative_rate() -> None:
+    assert status.tokens_per_s(cell(100.0, 9000), cell(1.0, 5)) is None
+    assert status.tokens_per_s(cell(1.0, 5), cell(3.0, 9, term=6)) is None
+
+
+def test_the_table_has_what_an_operator_looks_for() -> None:
+    text = shown(cell(10.0, 1000), cell(12.0, 1500, drafted=10, accepted=5))
+    for wanted in ("w-1", "serving", "2/8", "20/100", "250.0", "12.5", "50%", "waiting 4", "d drafts for m with ngram"):
+        assert wanted in text
+    assert "DRAINING" not in text
+    assert "DRAINING" in shown(cell(1.0, 0), cell(2.0, 0, draining=True))
+    assert "no worker is attached" in shown(cell(1.0, 0), cell(2.0, 0, workers=()))
+
+
+def test_the_json_has_plain_numbers() -> None:
+    form = json.loads(json.dumps(status.status_json(cell(10.0, 1000), cell(12.0, 1500))))
+    assert (form["term"], form["tokens_per_s"], form["acceptance"]) == (5, 250.0, None)
+    assert form["workers"][0]["referenced_blocks"] == 20
+    assert form["workers"][0]["state"] == "serving"
+    assert form["counters"]["generated_tokens"] == 1500
