@@ -143,6 +143,21 @@ class Cluster:
         }  # fmt: skip
         return await self.add(name, "draft_worker", **flags)
 
+    async def restore(self, workers: int, draft: str | None = None) -> None:
+        """Everything that was killed, stopped or drained is back."""
+        names = [f"worker-{index}" for index in range(workers)]
+        for process in self.processes.values():
+            if process.child.returncode is None:
+                process.signal(signal.SIGCONT)
+        dead = {name for name, process in self.processes.items() if process.child.returncode is not None}
+        starts = [self.add_worker(name) for name in names if name in dead]
+        if draft is not None and "draft" in dead:
+            starts.append(self.add_draft_worker("draft", draft))
+        if "gateway" in dead:
+            starts.append(self.add_gateway("gateway"))
+        await asyncio.gather(*starts)
+        await self.until_serving(workers)
+
     @property
     def scheduler(self) -> str:
         return self.processes["scheduler"].address
