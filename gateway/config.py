@@ -25,7 +25,7 @@ class GatewayConfig:
         default=-1, metadata={"help": "port of /metrics; 0: any free one, -1: none", "min": -1, "max": 65535}
     )
     max_message_mib: float = field(default=64, metadata={"help": "most MiB of one request", "min": 0.001})
-    max_prompt_mib: float = field(default=16, metadata={"help": "most MiB of text in one prompt", "min": 0.001})
+    max_prompt_mib: float = field(default=8, metadata={"help": "most MiB of text in one prompt", "min": 0.001})
     max_concurrent_requests: int = field(default=4096, metadata={"help": "most live requests", "min": 1})
     drain_timeout_s: float = field(
         default=600, metadata={"help": "seconds that live requests get to finish after SIGTERM", "min": 0}

@@ -186,6 +186,10 @@ class BytesDetokenizer:
         return self._utf8.decode(self._bytes.of(token_id))
 
     def finish(self) -> str:
+        pending = self._utf8.getstate()[0]
+        # Python waits for the third byte of a surrogate, which no UTF-8 has: that is no incomplete character.
+        if len(pending) == 2 and pending[0] == 0xED and pending[1] >= 0xA0:
+            return REPLACEMENT * 2
         return ""
 
 

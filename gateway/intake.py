@@ -10,7 +10,7 @@ from gateway import admission
 from gateway.admission import Ask, ModelFacts, Refusal
 from gateway.requests import LiveRequest, RequestSpec
 from gateway.streams import ChoiceStream, StopRules
-from gateway.text import ModelText
+from gateway.text import ModelText, TooManyTokens
 from gateway.text_workers import TextWorkers
 
 
@@ -46,10 +46,7 @@ class Intake:
         """The request, ready to be registered. Raises Refusal naming the field."""
         self.check_size(ask)
         admission.check(ask, facts)
-        prepared = await self._workers.run(_size(ask), _prepare, ask, text)
-        admission.fit(ask, facts, len(prepared.token_ids))
-        if ask.token_ids is None:
-            admission.check_token_ids(admission.prompt_field(ask), prepared.token_ids, facts.vocab_size)
+        prepared = await self._workers.run(_size(ask), _prepare, ask, text, facts)
         # A stop string that is spelt like a special token can't be found in text, where such tokens don't show.
         special_stops = {token_id: stop for stop in ask.stop_strings if (token_id := text.special_id(stop)) is not None}
         params = admission.sampling(ask, facts, prepared.bad_words, list(special_stops))
@@ -109,20 +106,28 @@ def _size(ask: Ask) -> int:
     return len(ask.text or "") + sum(len(content) for _, content in ask.messages or ())
 
 
-def _prepare(ask: Ask, text: ModelText) -> _Prepared:
-    """Tokenise; runs on a text thread. Raises Refusal where the template refuses."""
-    prompt_text = ""
-    if ask.messages is not None:
-        prompt = text.encode_chat(ask.messages, ask.add_generation_prompt)
-        token_ids, prompt_text = prompt.token_ids, prompt.text
-    elif ask.token_ids is not None:
-        token_ids = list(ask.token_ids)
-        prompt_text = text.detokenize(token_ids, skip_special_tokens=True) if ask.echo else ""
-    else:
-        prompt_text = ask.text or ""
-        token_ids = text.encode_text(prompt_text)
+def _prepare(ask: Ask, text: ModelText, facts: ModelFacts) -> _Prepared:
+    """Tokenise; runs on a text thread. Raises Refusal where the template refuses, or the prompt doesn't fit."""
+    token_ids, prompt_text = _tokenise(ask, text, facts)
+    admission.fit(ask, facts, len(token_ids))
+    if ask.token_ids is None:
+        admission.check_token_ids(admission.prompt_field(ask), token_ids, facts.vocab_size)
     bad_words = [ids for word in ask.bad_words for ids in text.bad_word_sequences(word)]
     return _Prepared(token_ids, prompt_text if ask.echo else "", list(dict.fromkeys(bad_words)))
+
+
+def _tokenise(ask: Ask, text: ModelText, facts: ModelFacts) -> tuple[list[int], str]:
+    try:
+        if ask.messages is not None:
+            prompt = text.encode_chat(ask.messages, ask.add_generation_prompt, facts.max_model_len)
+            return prompt.token_ids, prompt.text
+        if ask.token_ids is not None:
+            token_ids = list(ask.token_ids)
+            return token_ids, text.detokenize(token_ids, skip_special_tokens=True) if ask.echo else ""
+        return text.encode_text(ask.text or "", max_tokens=facts.max_model_len), ask.text or ""
+    except TooManyTokens as error:
+        admission.fit(ask, facts, error.num_tokens)
+        raise
 
 
 async def _restore(choices: list[ChoiceStream], ask: Ask, room: int) -> None:

@@ -36,6 +36,14 @@ class ModelFolderError(Exception):
     """A model folder can't be used; the message is fit for a user."""
 
 
+class TooManyTokens(Exception):
+    """A text has more tokens than its caller can use."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__(f"{num_tokens} tokens")
+        self.num_tokens = num_tokens
+
+
 @dataclass(frozen=True, slots=True)
 class PromptText:
     """A prompt as ids and as text."""
@@ -113,17 +121,23 @@ class ModelText:
         """Whether conversations can be served."""
         return self._template is not None
 
-    def encode_text(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The ids of a text. One BOS at most: the tokenizer adds none to a text that spells its own."""
-        token_ids = self._encode(text, special=add_special_tokens)
+    def encode_text(self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None) -> list[int]:
+        """The ids of a text. One BOS at most: the tokenizer adds none to a text that spells its own.
+
+        With `max_tokens`, raises TooManyTokens instead of making a list of more; that alone would hold up everybody.
+        """
+        token_ids = self._encode(text, special=add_special_tokens, max_tokens=max_tokens)
         if add_special_tokens and self._adds_bos:
             return self._with_one_bos(token_ids)
         return token_ids
 
-    def encode_chat(self, messages: Sequence[tuple[str, str]], add_generation_prompt: bool) -> PromptText:
+    def encode_chat(
+        self, messages: Sequence[tuple[str, str]], add_generation_prompt: bool, max_tokens: int | None = None
+    ) -> PromptText:
         """A conversation's ids: exactly one BOS where the model has one to begin with, no control token from users.
 
-        Raises Refusal naming the field where there is no template or it doesn't take the conversation.
+        Raises Refusal naming the field where there is no template or it doesn't take the conversation, TooManyTokens
+        where a piece of it has more than `max_tokens`.
         """
         if self._template is None:
             raise Refusal("chat", f"model {self.name} has no chat template")
@@ -133,7 +147,7 @@ class ModelText:
             raise Refusal("chat", str(refusal)) from refusal
         token_ids: list[int] = []
         for index, piece in enumerate(pieces):
-            token_ids += self._encode_piece(piece, first=index == 0)
+            token_ids += self._encode_piece(piece, index == 0, max_tokens)
         if self._adds_bos:
             token_ids = self._with_one_bos(token_ids)
         return PromptText(token_ids, "".join(piece.text for piece in pieces))
@@ -146,12 +160,18 @@ class ModelText:
             return [bos, *token_ids]
         return token_ids[1:] if token_ids[:2] == [bos, bos] else token_ids
 
-    def _encode(self, text: str, special: bool = False) -> list[int]:
-        return self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids
+    def _encode(self, text: str, special: bool = False, max_tokens: int | None = None) -> list[int]:
+        encoding = self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0]
+        if max_tokens is not None and len(encoding) > max_tokens:
+            raise TooManyTokens(len(encoding))
+        return encoding.ids
 
-    def _encode_piece(self, piece: Piece, first: bool) -> list[int]:
+    def _encode_piece(self, piece: Piece, first: bool, max_tokens: int | None = None) -> list[int]:
         """A stretch of a rendered conversation, as it stands in the middle of the rest."""
-        encode = self._encode_literal if piece.literal else self._encode
+
+        def encode(text: str) -> list[int]:
+            return self._encode_literal(text) if piece.literal else self._encode(text, max_tokens=max_tokens)
+
         if first:
             return encode(piece.text)
         # After a newline, SentencePiece adds no space in front; the newline's ids are taken off again.
@@ -197,7 +217,7 @@ class ModelText:
         """The id sequences that would write the word, with or without a space before it; the shortest ones first."""
         bare = word.lstrip(" ") or word
         forms = {tuple(self._encode(bare)), tuple(self._encode(" " + bare))}
-        mid = self._encode_piece(Piece(bare, literal=False), first=False)
+        mid = self._encode_piece(Piece(bare, literal=False), False)
         forms.add(tuple(mid))
         if self.token_bytes is not None:
             ids_of, longest = self._ids_by_bytes()
