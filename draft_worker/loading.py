@@ -1,4 +1,4 @@
-"""Makes the proposer that the configuration names."""
+"""Makes the proposer that the configuration names. An n-gram draft worker never imports torch."""
 
 from __future__ import annotations
 
@@ -7,11 +7,8 @@ import logging
 import os
 from pathlib import Path
 
-import torch
-
 from cluster.logs import event
 from draft_worker.config import DraftWorkerConfig
-from draft_worker.model_proposer import ModelProposer
 from draft_worker.ngram_proposer import NgramProposer
 from draft_worker.proposer import Proposer
 from engine.errors import ModelError
@@ -25,11 +22,14 @@ def load_proposer(config: DraftWorkerConfig) -> Proposer:
     """Runs on the thread that owns the proposer from then on. Raises ModelError, naming what is wrong."""
     if config.draft == "ngram":
         return NgramProposer()
+    import torch
+
     torch.set_num_threads(config.threads or _num_cores())
     return _fake(config) if config.draft == "fake" else _model(config)
 
 
 def _fake(config: DraftWorkerConfig) -> Proposer:
+    from draft_worker.model_proposer import ModelProposer
     from engine.fake import FakeEngine
 
     facts: dict[str, int] = {}
@@ -48,6 +48,7 @@ def _fake(config: DraftWorkerConfig) -> Proposer:
 
 
 def _model(config: DraftWorkerConfig) -> Proposer:
+    from draft_worker.model_proposer import ModelProposer
     from engine.loading import resolve_model
     from engine.runner import ModelRunner
     from engine.vocabulary import require_same_vocabulary
