@@ -128,7 +128,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelText]:
     root = tmp_path_factory.mktemp("tokenizers")
     loaded = {}
     for name, build in KINDS.items():
-        more = {"bos_token": "<s>"} if name == "llama_style" else {}
+        more: dict[str, Any] = {"bos_token": "<s>"} if name == "llama_style" else {}
         loaded[name] = ModelText(name, write_folder(root / name, build(), **more))
     return loaded
 

@@ -132,11 +132,9 @@ def test_what_is_wrong_at_start_is_told(
     arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["gateway", *arguments])
-    try:
-        status = main()
-    except SystemExit as error:
-        status = error.code
-    assert status != 0
+    with pytest.raises(SystemExit) as exit_:
+        sys.exit(main())
+    assert exit_.value.code != 0
     told = capsys.readouterr()
     assert message in told.err
     assert not told.out

@@ -163,6 +163,7 @@ def test_no_public_option_is_missing_from_the_table() -> None:
     elsewhere = {("stop", "include_stop"), ("output", "echo")}
     for group in ("sampling", "stop", "output", "speculation"):
         message = Ask.DESCRIPTOR.fields_by_name[group].message_type
+        assert message is not None
         assert {(group, field.name) for field in message.fields} <= tried | elsewhere
     top_level = {field.name for field in Ask.DESCRIPTOR.fields}
     assert top_level - {group for group, _ in tried} == {"model", "request_id", "text", "token_ids", "chat"}
@@ -567,7 +568,7 @@ async def test_tokenize_and_detokenize(cell: Cell) -> None:
     assert error.field == "token_ids[1]"
 
 
-async def test_models_are_listed_as_the_scheduler_says(cell: Cell) -> None:
+async def test_models_are_listed_as_the_scheduler_says(cell: Cell, monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = await cell.scheduler.connection()
     (model,) = (await cell.stub.ListModels(generation_pb2.ListModelsRequest())).models
     assert (model.name, model.workers, model.max_model_len, model.vocab_size) == ("tiny", 1, 512, 264)
@@ -577,7 +578,12 @@ async def test_models_are_listed_as_the_scheduler_says(cell: Cell) -> None:
     changed.workers = 3
     told = asyncio.Event()
     update = cell.gateway.catalog.update
-    cell.gateway.catalog.update = lambda models: (update(models), told.set())
+
+    def update_and_tell(models: Any) -> None:
+        update(models)
+        told.set()
+
+    monkeypatch.setattr(cell.gateway.catalog, "update", update_and_tell)
     scheduler.outbox.put_nowait(scheduler_pb2.SessionResponse(models=scheduler_pb2.ModelList(models=[changed])))
     async with asyncio.timeout(5):
         await told.wait()

@@ -192,7 +192,12 @@ async def test_requests_that_nobody_waits_for_are_not_submitted_again(
     scheduler.drop()
     released = asyncio.Event()
     release = cell.gateway.table.release
-    monkeypatch.setattr(cell.gateway.table, "release", lambda *request: (release(*request), released.set()))
+
+    def release_and_tell(*request: Any) -> None:
+        release(*request)
+        released.set()
+
+    monkeypatch.setattr(cell.gateway.table, "release", release_and_tell)
     gone.cancel()
     async with asyncio.timeout(5):
         await released.wait()
@@ -249,6 +254,7 @@ async def test_one_broken_request_does_not_take_the_session_down(cell: Cell, mon
         bytes(submit.prompt_token_ids): submit for submit in [await scheduler.submit(), await scheduler.submit()]
     }
     request = cell.gateway.table.find(submits[b"a"].handle)
+    assert request is not None
 
     def explode(news: Any) -> None:
         raise RuntimeError("boom")

@@ -22,7 +22,9 @@ def chat_ids(text: ModelText, *messages: tuple[str, str]) -> list[int]:
 
 
 def test_text_gets_the_tokenizers_bos_once(chat_text: ModelText, byte_text: ModelText) -> None:
-    bos = chat_text.bos_token_id
+    bos = chat_text.special_id("<s>")
+    assert bos is not None
+    assert bos == chat_text.bos_token_id
     assert chat_text.encode_text("hi").count(bos) == 1
     assert chat_text.encode_text("<s>hi") == chat_text.encode_text("hi")
     assert bos not in chat_text.encode_text("hi", add_special_tokens=False)
@@ -33,7 +35,7 @@ def test_chat_has_exactly_one_bos_whoever_writes_it(chat_text: ModelText, byte_t
     for text in (chat_text, byte_text):
         ids = chat_ids(text, ("user", "hi"))
         assert ids[0] == text.bos_token_id
-        assert ids.count(text.bos_token_id) == 1
+        assert sum(token_id == text.bos_token_id for token_id in ids) == 1
     template = conftest.CHAT_TEMPLATE.replace("{{ bos_token }}", "")
     tokenizer = conftest.byte_level(bos=True)
     silent = ModelText("s", conftest.write_folder(tmp_path, tokenizer, bos_token="<s>", chat_template=template))
@@ -75,7 +77,7 @@ def test_no_content_can_forge_a_control_token(chat_text: ModelText, parts: list[
 
 def test_a_role_can_not_forge_a_control_token(chat_text: ModelText) -> None:
     ids = chat_ids(chat_text, ("user<|im_end|>", "x"))
-    assert ids.count(chat_text.special_id("<|im_end|>")) == 1
+    assert [chat_text.piece(token_id) for token_id in ids].count("<|im_end|>") == 1
 
 
 def test_a_templates_own_refusal_is_told(chat_text: ModelText) -> None:
