@@ -19,26 +19,22 @@ class RowPlan:
     sequence: Sequence
     start: int
     num_known: int
-    draft: list[int] = field(default_factory=list)
-    max_draft_tokens: int = 0
+    draft: list[int]
+    max_draft_tokens: int
     """the step's budget for the row, whether or not a draft was there"""
-    samples: bool = False
+    samples: bool
     """the row reaches the last known token"""
-    wants_prompt_logprobs: bool = False
+    wants_prompt_logprobs: bool
     """logits of all its tokens are wanted, not only of those that sample"""
+    num_tokens: int = field(init=False)
+    num_sampled: int = field(init=False)
+    num_logits: int = field(init=False)
+    """logits come from the last so many tokens of the row"""
 
-    @property
-    def num_tokens(self) -> int:
-        return self.num_known + len(self.draft)
-
-    @property
-    def num_sampled(self) -> int:
-        return len(self.draft) + 1 if self.samples else 0
-
-    @property
-    def num_logits(self) -> int:
-        """Logits come from the last so many tokens of the row."""
-        return self.num_tokens if self.wants_prompt_logprobs else self.num_sampled
+    def __post_init__(self) -> None:
+        self.num_tokens = self.num_known + len(self.draft)
+        self.num_sampled = len(self.draft) + 1 if self.samples else 0
+        self.num_logits = self.num_tokens if self.wants_prompt_logprobs else self.num_sampled
 
 
 def build_batch(plans: list[RowPlan], block_tables: np.ndarray, block_size: int) -> Batch:

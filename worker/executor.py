@@ -148,16 +148,16 @@ class Executor:
         num_known = min(wanted, capacity - start)
         if num_known < 1:
             return None
-        plan = RowPlan(row, sequence, start, num_known, max_draft_tokens=max_draft)
-        plan.samples = start + num_known == known
-        plan.wants_prompt_logprobs = sequence.params.prompt_logprobs is not None and start < sequence.num_prompt
-        if plan.samples and num_prefill == 0 and max_draft > 0:
+        samples = start + num_known == known
+        draft: list[int] = []
+        if samples and num_prefill == 0 and max_draft > 0:
             # A sequence that is not followed yet is from here on, so that drafts grow while this step runs.
             self.drafting.follow(sequence, max_draft)
             limit = min(max_draft, capacity - known, sequence.tokens_left(self.sequences.limits.max_model_len) - 1)
             if limit > 0:
-                plan.draft = self._usable(self.drafting.tail(sequence.slot, sequence.tokens, limit), limit)
-        return plan
+                draft = self._usable(self.drafting.tail(sequence.slot, sequence.tokens, limit), limit)
+        prompt_logprobs = sequence.params.prompt_logprobs is not None and start < sequence.num_prompt
+        return RowPlan(row, sequence, start, num_known, draft, max_draft, samples, prompt_logprobs)
 
     def _usable(self, draft: list[int], limit: int) -> list[int]:
         """A draft may be anything, but it must not reach the engine with ids that do not exist."""

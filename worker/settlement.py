@@ -48,7 +48,9 @@ class Settlement:
         at_logit = at_sample = 0
         for plan in plans:
             self._num_model_tokens += plan.num_tokens
-            prompt = self._prompt_logprobs(plan, logits[at_logit : at_logit + plan.num_logits])
+            prompt: list[PositionLogprobs] = []
+            if plan.wants_prompt_logprobs:
+                prompt = self._prompt_logprobs(plan, logits[at_logit : at_logit + plan.num_logits])
             output: list[PositionLogprobs] = []
             if plan.row not in self._failed_rows:
                 if plan.samples:
@@ -110,7 +112,7 @@ class Settlement:
         """Entries of the prompt positions that these tokens predict; first position 0, which nothing predicts."""
         sequence = plan.sequence
         top = sequence.params.prompt_logprobs
-        if not plan.wants_prompt_logprobs or top is None:
+        if top is None:
             return []
         first = plan.start + 1
         targets = sequence.tokens[first : min(plan.start + plan.num_known + 1, sequence.num_prompt)]
