@@ -25,7 +25,7 @@ class DraftWorkerConfig:
     dtype: str = _setting("bfloat16", "number format of weights and KV", choices=("bfloat16", "float32"))
     device: str = _setting("auto", "where the model runs", choices=("auto", "cpu", "cuda"))
     kv_cache_gib: float = _setting(0.5, "KV memory of the mirrors", min=0.001)
-    max_draft_tokens: int = _setting(8, "longest draft that is looked for at once", min=1, max=64)
+    max_draft_tokens: int = _setting(8, "longest draft that is looked for at once", min=0, max=64)
     max_mirrors: int = _setting(512, "most sequences followed at once, of all workers together", min=1)
     threads: int = _setting(0, "CPU threads of the model; 0: one per core", min=0)
     metrics_port: int = _setting(-1, "port of /metrics; 0: any free one, -1: none", min=-1, max=65535)
