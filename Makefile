@@ -1,0 +1,70 @@
+# The daily commands. `make` alone lists them.
+
+SHELL := bash
+.DEFAULT_GOAL := help
+.PHONY: help setup serve test check format mutants protos bench clean distclean
+
+# What `make serve` serves: MODEL=<folder, .gguf file or hub id>  WORKERS=2  DRAFT=<folder|ngram|none>
+MODEL ?= default
+WORKERS ?= 1
+DRAFT ?= ngram
+PORT ?= 50051
+DTYPE ?=
+ARGS ?=
+
+CODE := gateway scheduler worker draft_worker cluster engine cli tandem_client bench deploy tests hatch_build.py
+
+# The first Python from 3.11 on; PYTHON=… overrides.
+NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
+PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13; do \
+	$$python -c '$(NEW_ENOUGH)' 2>/dev/null && { echo $$python; break; }; done)
+
+help: ## list the commands
+	@grep -hE '^[a-z]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 12
+	@echo
+	@echo 'make serve MODEL=<folder|file.gguf|hub id> WORKERS=2 DRAFT=<folder|ngram|none> PORT=50051 DTYPE=float32'
+	@echo 'make test ARGS="tests/cluster -k config"'
+
+setup: ## make .venv, install, generate the stubs; a second run takes no time
+	@test -n '$(PYTHON)' || { echo 'setup: Python 3.11 or newer is needed and was not found; \
+	for instance: sudo apt install python3 python3-venv, or make PYTHON=/path/to/python3.11' >&2; exit 1; }
+	@'$(PYTHON)' -c '$(NEW_ENOUGH)' || { echo "setup: $(PYTHON) is $$('$(PYTHON)' --version 2>&1); \
+	Python 3.11 or newer is needed" >&2; exit 1; }
+	@'$(PYTHON)' deploy/setup_venv.py
+
+serve: setup ## start a cluster on this machine, show a completion, serve until Ctrl-C
+	@.venv/bin/tandem up --demo --model '$(MODEL)' --workers '$(WORKERS)' --draft '$(DRAFT)' --port '$(PORT)' \
+	  $(if $(DTYPE),--dtype '$(DTYPE)') $(ARGS)
+
+test: setup ## run every test; ARGS goes to pytest
+	@.venv/bin/python -m pytest $(ARGS)
+
+check: setup ## lint, format, types, protos
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy $(CODE)
+	.venv/bin/buf lint
+	@tag="$$(git describe --tags --abbrev=0 --match 'v*' 2>/dev/null || true)"; \
+	if [ -n "$$tag" ]; then echo "buf breaking against $$tag"; .venv/bin/buf breaking --against ".git#tag=$$tag"; \
+	else echo 'buf breaking: no release yet to compare with'; fi
+
+format: setup ## put the code into the one format
+	.venv/bin/ruff check --fix --quiet . || true
+	.venv/bin/ruff format .
+
+mutants: setup ## plant faults one at a time; each must turn a test red
+	@.venv/bin/python tests/mutants/run.py $(ARGS)
+
+protos: setup ## generate the stubs anew
+	@.venv/bin/python hatch_build.py
+
+bench: setup ## CPU cost of the scheduler's core; for a running cluster see `tandem bench --help`
+	@.venv/bin/python bench/scheduler_core.py $(ARGS)
+
+clean: ## remove caches and generated files; .venv and fetched models stay
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -path ./.venv -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
+	find protos -name '*_pb2*.py*' -delete
+
+distclean: clean ## remove .venv and .cache too
+	rm -rf .venv .cache
