@@ -116,6 +116,9 @@ def test_wrong_stale_swapped_and_unwritten_blocks_change_the_answer() -> None:
     stale = warmed()
     stale.forward(batch(([1] * 4, 0, [1])))
     assert not torch.equal(resumed(stale, table), expected), "written by another sequence"
+    moved = warmed()
+    moved.forward(batch(([9] * 4 + tokens[:4], 0, [0, 3])))
+    assert not torch.equal(resumed(moved, table), expected), "the same tokens, written for another place"
     corrupt = warmed()
     corrupt.corrupt_block(3)
     assert not torch.equal(resumed(corrupt, table), expected), "corrupted"

@@ -140,3 +140,10 @@ def test_every_window_gives_the_same_kept_ids(spread: float, monkeypatch: pytest
     for windows in ((), (1,), (1, 2, 3, 10, 100), (2000,)):
         monkeypatch.setattr(processors, "_WINDOWS", windows)
         assert kept() == usual
+
+
+def test_banned_ids_are_never_kept() -> None:
+    scores = torch.tensor([[0.0, -torch.inf, -1.0, -torch.inf]]).repeat(3, 1)
+    params = [SamplingParams(top_k=3), SamplingParams(top_p=0.99999), SamplingParams(min_p=1e-38)]
+    at, ids = processors.kept_token_ids(scores, params)
+    assert sorted(zip(at.tolist(), ids.tolist(), strict=True)) == [(row, id) for row in range(3) for id in (0, 2)]
