@@ -9,7 +9,6 @@ import secrets
 import sys
 
 import grpc
-from tandem.v1 import generation_pb2_grpc
 
 from cluster import logs, server
 from cluster.config import load
@@ -22,14 +21,12 @@ from gateway.config import GatewayConfig
 from gateway.intake import Intake
 from gateway.metrics import GatewayMetrics
 from gateway.requests import RequestTable
-from gateway.servicer import GenerationServicer, Limits
+from gateway.servicer import SERVICE_NAME, GenerationServicer, Limits, add_to_server
 from gateway.session import Session
 from gateway.text import ModelFolderError, ModelText
 from gateway.text_workers import TextWorkers
 
 logger = logging.getLogger(__name__)
-
-SERVICE_NAME = "tandem.v1.GenerationService"
 
 
 class Gateway:
@@ -58,7 +55,7 @@ class Gateway:
             self.catalog, self.table, self.session, intake, self.workers, metrics, limits
         )
         self.server: grpc.aio.Server = server.create_server(max_message_mib=config.max_message_mib)
-        generation_pb2_grpc.add_GenerationServiceServicer_to_server(self.servicer, self.server)
+        add_to_server(self.servicer, self.server)
         self.health: Health = server.add_health(self.server)
         server.add_reflection(self.server, [SERVICE_NAME, "grpc.health.v1.Health"])
         self._report_health()

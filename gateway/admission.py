@@ -28,6 +28,7 @@ MAX_LOGIT_BIASES = 4096
 MAX_NAME_LENGTH = 256
 MAX_MESSAGES = 10_000
 PENALTY_BOUND = 2.0
+LOGIT_BIAS_BOUND = 100.0
 _FLOAT32_MAX = 3.4028234663852886e38
 
 
@@ -264,7 +265,7 @@ def _check_sampling(ask: Ask, facts: ModelFacts) -> None:
         if token_id >= facts.vocab_size:
             text = f"id {token_id} is outside the vocabulary of {facts.vocab_size}"
             raise Refusal(path, text, vocab_size=facts.vocab_size)
-        _check_range(path, bias, None, None)
+        _check_range(path, bias, -LOGIT_BIAS_BOUND, LOGIT_BIAS_BOUND)
     if len(ask.bad_words) > MAX_BAD_WORDS:
         raise Refusal("sampling.bad_words", f"at most {MAX_BAD_WORDS} words", limit=MAX_BAD_WORDS)
     for index, word in enumerate(ask.bad_words):

@@ -182,6 +182,11 @@ def _usage(usage: Any) -> types_pb2.Usage:
     )
 
 
+def tokenize_response(token_ids: Sequence[int], pieces: Sequence[str]) -> generation_pb2.TokenizeResponse:
+    """Ids and their spelling."""
+    return generation_pb2.TokenizeResponse(token_ids=token_ids, pieces=pieces)
+
+
 def model(
     name: str,
     max_model_len: int,

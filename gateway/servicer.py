@@ -26,8 +26,10 @@ from gateway.text_workers import TextWorkers
 
 logger = logging.getLogger(__name__)
 
+SERVICE_NAME = "tandem.v1.GenerationService"
 TENANT_KEY = "x-tenant-id"
 _RETRY_AFTER_S = 1.0
+_TOKENS_PER_PART = 16_384
 
 T = TypeVar("T")
 
@@ -157,10 +159,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     # -------------------------------------------------------------------------------------------------- text
 
-    async def Tokenize(
-        self, request: generation_pb2.TokenizeRequest, context: grpc.aio.ServicerContext
-    ) -> generation_pb2.TokenizeResponse:
-        """The ids that a prompt becomes."""
+    async def Tokenize(self, request: generation_pb2.TokenizeRequest, context: grpc.aio.ServicerContext) -> bytes:
+        """The ids that a prompt becomes: a TokenizeResponse, serialised already (see `add_to_server`)."""
         return await self._answer(context, lambda: self._tokenize(request))
 
     async def Detokenize(
@@ -169,7 +169,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """The text of ids."""
         return await self._answer(context, lambda: self._detokenize(request))
 
-    async def _tokenize(self, request: generation_pb2.TokenizeRequest) -> generation_pb2.TokenizeResponse:
+    async def _tokenize(self, request: generation_pb2.TokenizeRequest) -> bytes:
         text = self._catalog.find(request.model)
         kind = request.WhichOneof("prompt")
         special = request.add_special_tokens if request.HasField("add_special_tokens") else True
@@ -276,13 +276,29 @@ async def _batches(live: LiveRequest) -> AsyncIterator[tuple[list[Delta], bool]]
             return
 
 
-def _tokenized(text: ModelText, ask: Ask, special: bool) -> generation_pb2.TokenizeResponse:
-    """Runs on a text thread, the making of a long message included."""
+def add_to_server(servicer: GenerationServicer, server: grpc.aio.Server) -> None:
+    """Register the service. `Tokenize` comes first and answers in bytes: a message of a million pieces is serialised on
+    a text thread, bit by bit, while the generated registration would do it in one go on the event loop.
+    """
+    tokenize = grpc.unary_unary_rpc_method_handler(
+        servicer.Tokenize, request_deserializer=generation_pb2.TokenizeRequest.FromString, response_serializer=bytes
+    )
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, {"Tokenize": tokenize}),))
+    generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server)
+
+
+def _tokenized(text: ModelText, ask: Ask, special: bool) -> bytes:
+    """Runs on a text thread; no single call in it keeps the interpreter's lock for long."""
     if ask.messages is not None:
         token_ids = text.encode_chat(ask.messages, ask.add_generation_prompt).token_ids
     else:
         token_ids = text.encode_text(ask.text or "", special)
-    return generation_pb2.TokenizeResponse(token_ids=token_ids, pieces=text.pieces(token_ids))
+    # Protobuf messages of one type, one after the other, are the message with all of their repeated fields.
+    parts = []
+    for begin in range(0, len(token_ids), _TOKENS_PER_PART):
+        part = token_ids[begin : begin + _TOKENS_PER_PART]
+        parts.append(convert.tokenize_response(part, text.pieces(part)).SerializeToString())
+    return b"".join(parts)
 
 
 def _client(context: grpc.aio.ServicerContext) -> str:

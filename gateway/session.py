@@ -147,7 +147,7 @@ class Session:
                 error.code().name if isinstance(error, grpc.aio.AioRpcError) else str(error) or type(error).__name__
             )
             what = "scheduler lost" if self.up else "scheduler not reached"
-            event(logger, what, address=address, reason=reason, live_requests=len(self._table))
+            event(logger, what, level=logging.WARNING, address=address, reason=reason, live_requests=len(self._table))
 
     async def _serve(self, address: str) -> None:
         """One connection, from Hello until the stream ends."""
@@ -218,7 +218,9 @@ class Session:
     def _give_up(self) -> None:
         """No scheduler for loss_s; requests that wait for one end now. Later ones are not let in while it lasts."""
         if len(self._table):
-            event(logger, "no scheduler for too long", ended=len(self._table), seconds=self._loss_s)
+            event(
+                logger, "no scheduler for too long", level=logging.WARNING, ended=len(self._table), seconds=self._loss_s
+            )
         self._table.fail_all(f"no scheduler for {self._loss_s:g} s")
         self._loss_timer = None
 
@@ -290,6 +292,7 @@ class Session:
         event(
             logger,
             "tokens missing",
+            level=logging.WARNING,
             request_id=request.spec.request_id,
             choice=output.choice,
             index=output.first_token_index,

@@ -556,6 +556,10 @@ async def test_tokenize_and_detokenize(cell: Cell) -> None:
     answer = await cell.stub.Tokenize(generation_pb2.TokenizeRequest(text="hé"))
     assert bytes(answer.token_ids) == "hé".encode()
     assert len(answer.pieces) == 3
+    # Longer than one part of the answer, which is put together from several.
+    long = "".join(chr(97 + index % 26) for index in range(40_000))
+    answer = await cell.stub.Tokenize(generation_pb2.TokenizeRequest(text=long))
+    assert bytes(answer.token_ids).decode() == long == "".join(answer.pieces)
     chat = {"messages": [{"role": "user", "content": "x"}]}
     answer = await cell.stub.Tokenize(generation_pb2.TokenizeRequest(model="tiny", chat=chat))
     assert answer.pieces[0] == "<s>"
