@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from engine.batch import Batch
 from engine.fake import FakeEngine
-from engine.noise import choice_seed
+from engine.noise import choice_seed, gumbel
 from worker.executor import Drafting, Executor, NoDrafting
 from worker.sequences import SequenceTable, limits_of
 from worker.steps import Admission, SamplingParams, Step, StepOutcome
@@ -148,3 +151,52 @@ def make_rig() -> Callable[..., Rig]:
 @pytest.fixture
 def scripted_drafting() -> Callable[[Propose], ScriptedDrafting]:
     return ScriptedDrafting
+
+
+def decode_plainly(prompt: list[int], seed: int, temperature: float, count: int) -> list[int]:
+    """argmax(l / T + g) of one sequence, all of it recomputed in a fresh engine for every token."""
+    return _plain_tokens(tuple(prompt), seed, temperature, count)[:]
+
+
+@functools.cache
+def _plain_tokens(prompt: tuple[int, ...], seed: int, temperature: float, count: int) -> list[int]:
+    tokens = list(prompt)
+    for index in range(count):
+        length = len(tokens)
+        engine = FakeEngine(num_blocks=64, block_size=4, max_sequences=1, max_model_len=256)
+        logits = engine.forward(
+            Batch(
+                token_ids=np.array(tokens, np.int32),
+                positions=np.arange(length, dtype=np.int32),
+                slot_mapping=np.arange(length, dtype=np.int64),
+                query_starts=np.array([0, length], np.int32),
+                context_lens=np.array([length], np.int32),
+                block_tables=[np.arange(64, dtype=np.int32)],
+                logit_indices=np.array([length - 1], np.int64),
+            )
+        )[0]
+        scores = logits if temperature == 0 else logits / temperature + gumbel(seed, index, len(logits))
+        tokens.append(int(scores.argmax()))
+    return tokens[len(prompt) :]
+
+
+def draft_knowing(truth: list[int], prompt: list[int], spoil: Callable[[list[int], int], list[int]]) -> Any:
+    """A drafter that knows the future and has it spoilt."""
+
+    def propose(slot: int, tokens: list[int], limit: int) -> list[int]:
+        done = len(tokens) - len(prompt)
+        return spoil(truth[done : done + limit], done)
+
+    return propose
+
+
+@pytest.fixture
+def plain_tokens() -> Callable[..., list[int]]:
+    """(prompt, seed, temperature, count) → the tokens of plain decoding, by an oracle that shares no code with it."""
+    return decode_plainly
+
+
+@pytest.fixture
+def knowing() -> Callable[..., Propose]:
+    """(truth, prompt, spoil) → a drafter that knows the future and has it spoilt."""
+    return draft_knowing

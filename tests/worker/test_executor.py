@@ -2,65 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 import random
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
-from engine.batch import Batch
-from engine.fake import FakeEngine
-from engine.noise import gumbel
-from worker.executor import EngineBroken
 from worker.steps import Finish, SamplingParams
 
 PROMPT = [ord(c) for c in "It was a bright cold day in April"]
 BLOCK = 4
 
 
-def plain_tokens(prompt: list[int], seed: int, temperature: float, count: int) -> list[int]:
-    """argmax(l / T + g) of one sequence, all of it recomputed in a fresh engine for every token."""
-    return _plain_tokens(tuple(prompt), seed, temperature, count)[:]
-
-
-@functools.cache
-def _plain_tokens(prompt: tuple[int, ...], seed: int, temperature: float, count: int) -> list[int]:
-    tokens = list(prompt)
-    for index in range(count):
-        length = len(tokens)
-        engine = FakeEngine(num_blocks=64, block_size=BLOCK, max_sequences=1, max_model_len=256)
-        logits = engine.forward(
-            Batch(
-                token_ids=np.array(tokens, np.int32),
-                positions=np.arange(length, dtype=np.int32),
-                slot_mapping=np.arange(length, dtype=np.int64),
-                query_starts=np.array([0, length], np.int32),
-                context_lens=np.array([length], np.int32),
-                block_tables=[np.arange(64, dtype=np.int32)],
-                logit_indices=np.array([length - 1], np.int64),
-            )
-        )[0]
-        scores = logits if temperature == 0 else logits / temperature + gumbel(seed, index, len(logits))
-        tokens.append(int(scores.argmax()))
-    return tokens[len(prompt) :]
-
-
 def random_draft(slot: int, tokens: list[int], limit: int) -> list[int]:
     source = random.Random(len(tokens))
     return [source.randrange(32, 127) for _ in range(source.randint(0, limit))]
-
-
-def knowing(truth: list[int], prompt: list[int], spoil: Callable[[list[int], int], list[int]]) -> Any:
-    """A drafter that knows the future and has it spoilt."""
-
-    def propose(slot: int, tokens: list[int], limit: int) -> list[int]:
-        done = len(tokens) - len(prompt)
-        return spoil(truth[done : done + limit], done)
-
-    return propose
 
 
 SPOILERS: dict[str, Callable[[list[int], int], list[int]]] = {
@@ -75,7 +31,9 @@ SPOILERS: dict[str, Callable[[list[int], int], list[int]]] = {
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_plain_decoding_equals_the_oracle_with_any_chunking(make_rig: Any, temperature: float) -> None:
+def test_plain_decoding_equals_the_oracle_with_any_chunking(
+    make_rig: Any, temperature: float, plain_tokens: Any
+) -> None:
     truth = plain_tokens(PROMPT, 7, temperature, 16)
     for chunk in (5, 16, len(PROMPT)):
         rig = make_rig()
@@ -90,7 +48,7 @@ def test_plain_decoding_equals_the_oracle_with_any_chunking(make_rig: Any, tempe
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("spoiler", SPOILERS)
 def test_any_draft_gives_the_plain_tokens(
-    make_rig: Any, scripted_drafting: Any, temperature: float, spoiler: str
+    make_rig: Any, scripted_drafting: Any, temperature: float, spoiler: str, plain_tokens: Any, knowing: Any
 ) -> None:
     truth = plain_tokens(PROMPT, 7, temperature, 24)
     all_drafted = all_accepted = 0
@@ -116,7 +74,7 @@ def admission_of(rig: Any, temperature: float, max_tokens: int) -> Any:
     return rig.admission(0, PROMPT, params=SamplingParams(temperature=temperature, max_tokens=max_tokens))
 
 
-def test_neighbours_with_random_drafts_are_as_alone(make_rig: Any, scripted_drafting: Any) -> None:
+def test_neighbours_with_random_drafts_are_as_alone(make_rig: Any, scripted_drafting: Any, plain_tokens: Any) -> None:
     prompts = {slot: PROMPT[slot : slot + 9 + slot] for slot in range(6)}
     temperatures = {slot: (0.0, 1.0, 0.6)[slot % 3] for slot in prompts}
     rig = make_rig(scripted_drafting(random_draft))
@@ -145,7 +103,7 @@ RULES = {
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("rule", RULES)
 def test_processors_advance_position_by_position(
-    make_rig: Any, scripted_drafting: Any, rule: str, temperature: float
+    make_rig: Any, scripted_drafting: Any, rule: str, temperature: float, knowing: Any
 ) -> None:
     """Cases 15, 67 and 68: the same ids, finish and log-probabilities with drafts as without."""
     params = SamplingParams(temperature=temperature, max_tokens=20, top_logprobs=2, **RULES[rule])  # type: ignore[arg-type]
@@ -169,7 +127,7 @@ def test_processors_advance_position_by_position(
         assert run(drafting, k)[3] > 0 or len(tokens) < 3
 
 
-def test_a_stop_token_is_emitted_and_ends_the_sequence(make_rig: Any) -> None:
+def test_a_stop_token_is_emitted_and_ends_the_sequence(make_rig: Any, plain_tokens: Any) -> None:
     truth = plain_tokens(PROMPT, 7, 0.0, 16)
     params = SamplingParams(temperature=0, max_tokens=16, stop_token_ids=frozenset({truth[5]}))
     rig = make_rig()
@@ -188,7 +146,9 @@ def test_the_context_ends_a_sequence(make_rig: Any) -> None:
     assert rig.outcomes[-1].finishes == [Finish.LENGTH]
 
 
-def test_drafts_are_clamped_to_the_blocks_and_nothing_errs(make_rig: Any, scripted_drafting: Any) -> None:
+def test_drafts_are_clamped_to_the_blocks_and_nothing_errs(
+    make_rig: Any, scripted_drafting: Any, plain_tokens: Any, knowing: Any
+) -> None:
     truth = plain_tokens(PROMPT, 7, 0.0, 16)
     rig = make_rig(scripted_drafting(knowing(truth, PROMPT, SPOILERS["perfect"])))
     blocks = -(-len(PROMPT) // BLOCK)
@@ -202,7 +162,7 @@ def test_drafts_are_clamped_to_the_blocks_and_nothing_errs(make_rig: Any, script
     assert rig.generate(0, 3) == truth
 
 
-def test_steps_issued_ahead_use_the_workers_own_lengths(make_rig: Any) -> None:
+def test_steps_issued_ahead_use_the_workers_own_lengths(make_rig: Any, plain_tokens: Any) -> None:
     """A decode row planned before the last prefill's outcome is known, and one after the sequence's end."""
     rig = make_rig()
     params = SamplingParams(temperature=0, max_tokens=2)
@@ -214,7 +174,7 @@ def test_steps_issued_ahead_use_the_workers_own_lengths(make_rig: Any) -> None:
     assert rig.output(0) == plain_tokens(PROMPT, 7, 0.0, 2)
 
 
-def test_releases_come_before_admissions_and_blocks_may_be_reused_at_once(make_rig: Any) -> None:
+def test_releases_come_before_admissions_and_blocks_may_be_reused_at_once(make_rig: Any, plain_tokens: Any) -> None:
     rig = make_rig(num_blocks=12)
     first = rig.admission(0, PROMPT, blocks=12)
     rig.step([(0, len(PROMPT), 0)], admissions=[first])
@@ -247,7 +207,7 @@ def test_a_sequence_admitted_at_its_limit_says_so(make_rig: Any) -> None:
     assert (outcome.num_tokens, outcome.finishes) == ([0], [Finish.LENGTH])
 
 
-def test_prompt_logprobs_do_not_depend_on_chunks(make_rig: Any) -> None:
+def test_prompt_logprobs_do_not_depend_on_chunks(make_rig: Any, plain_tokens: Any) -> None:
     """Cases 34 and 35."""
     params = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=2)
     gathered = []
@@ -269,7 +229,9 @@ def test_prompt_logprobs_do_not_depend_on_chunks(make_rig: Any) -> None:
     assert all(other == gathered[0] for other in gathered)
 
 
-def test_prompt_logprobs_of_one_row_leave_its_neighbours_alone(make_rig: Any, scripted_drafting: Any) -> None:
+def test_prompt_logprobs_of_one_row_leave_its_neighbours_alone(
+    make_rig: Any, scripted_drafting: Any, plain_tokens: Any, knowing: Any
+) -> None:
     truth = plain_tokens(PROMPT, 7, 0.0, 16)
     rig = make_rig(scripted_drafting(knowing(truth, PROMPT, SPOILERS["wrong now and then"])))
     rig.step([(0, len(PROMPT), 0)], admissions=[rig.admission(0, PROMPT)])
@@ -278,125 +240,6 @@ def test_prompt_logprobs_of_one_row_leave_its_neighbours_alone(make_rig: Any, sc
     rig.step([(1, 30, 0), (0, 0, 3)])
     assert rig.generate(0, 3) == truth
     assert rig.generate(1) == truth[:4]
-
-
-# ------------------------------------------------------------------------------------------------------------- failures
-
-
-def test_not_a_number_fails_its_own_row_only(make_rig: Any, scripted_drafting: Any) -> None:
-    """Case 30: at worst that request fails; its neighbour gives exactly what it gives alone."""
-    engine = FakeEngine(
-        num_blocks=64, block_size=BLOCK, max_sequences=4, max_model_len=256, fail_on_token_ids=frozenset({1})
-    )
-    rig = make_rig(scripted_drafting(lambda *_: []), engine)
-    admissions = [rig.admission(0, PROMPT), rig.admission(1, [1, *PROMPT])]
-    outcome = rig.step([(0, len(PROMPT), 0), (1, 99, 0)], admissions=admissions)
-    assert outcome.num_tokens == [1, 0]
-    assert [(failure.row, failure.reason) for failure in outcome.failures] == [(1, "SAMPLING_FAILED")]
-    assert 1 in rig.executor.drafting.forgotten
-    outcome = rig.step([(1, 0, 0), (0, 0, 0)])
-    assert (outcome.num_tokens, outcome.failures) == ([0, 1], [])
-    assert rig.generate(0) == plain_tokens(PROMPT, 7, 0.0, 16)
-
-
-def test_a_drafted_position_that_fails_is_no_failure(make_rig: Any, scripted_drafting: Any) -> None:
-    """The draft leads where the logits are no numbers; plain decoding never goes there."""
-    truth = plain_tokens(PROMPT, 7, 0.0, 16)
-    engine = FakeEngine(
-        num_blocks=64, block_size=BLOCK, max_sequences=4, max_model_len=256, fail_on_token_ids=frozenset({1})
-    )
-    rig = make_rig(scripted_drafting(knowing(truth, PROMPT, lambda right, done: [*right[:1], 1, 1])), engine)
-    rig.step([(0, len(PROMPT), 0)], admissions=[rig.admission(0, PROMPT)])
-    assert rig.generate(0, 4) == truth
-    assert not any(outcome.failures for outcome in rig.outcomes)
-    assert sum(outcome.num_accepted_tokens[0] for outcome in rig.outcomes) > 0
-
-
-def test_a_bias_outside_the_vocabulary_fails_alone(make_rig: Any) -> None:
-    rig = make_rig()
-    bad = SamplingParams(temperature=0, max_tokens=4, logit_bias={5000: 1.0})
-    outcome = rig.step(
-        [(0, 99, 0), (1, 99, 0)], admissions=[rig.admission(0, PROMPT, params=bad), rig.admission(1, PROMPT, seed=7)]
-    )
-    assert [failure.row for failure in outcome.failures] == [0]
-    assert rig.generate(1) == plain_tokens(PROMPT, 7, 0.0, 16)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"token_ids": [5, 260]},
-        {"token_ids": []},
-        {"num_prompt_tokens": 0},
-        {"num_computed_tokens": len(PROMPT)},
-        {"num_computed_tokens": 4, "block_ids": []},
-        {"block_ids": [100_000]},
-        {"invalid": "temperature must be finite"},
-        {"token_ids": [65] * 300, "num_prompt_tokens": 300},
-    ],
-)
-def test_an_impossible_admission_fails_at_its_first_row(make_rig: Any, changes: dict[str, Any]) -> None:
-    rig = make_rig()
-    outcome = rig.step(
-        [(0, 99, 0), (1, 99, 0)],
-        admissions=[rig.admission(0, PROMPT, **changes), rig.admission(1, PROMPT, seed=7)],
-    )
-    assert [(failure.row, failure.reason) for failure in outcome.failures] == [(0, "ROW_FAILED")]
-    assert rig.step([(0, 0, 0)]).failures == []
-    assert rig.generate(1) == plain_tokens(PROMPT, 7, 0.0, 16)
-
-
-def test_a_slot_outside_the_table_and_a_block_outside_the_pool_fail_alone(make_rig: Any) -> None:
-    rig = make_rig()
-    outcome = rig.step(
-        [(99, 99, 0), (1, 99, 0)], admissions=[rig.admission(99, PROMPT), rig.admission(1, PROMPT, seed=7)]
-    )
-    assert [failure.row for failure in outcome.failures] == [0]
-    assert rig.generate(1) == plain_tokens(PROMPT, 7, 0.0, 16)
-
-
-class Brittle:
-    """An engine that raises when a batch holds a certain token, or always."""
-
-    def __init__(self, poison: int | None) -> None:
-        self.inner = FakeEngine(num_blocks=64, block_size=BLOCK, max_sequences=16, max_model_len=256)
-        self.poison = poison
-        self.calls = 0
-
-    @property
-    def info(self) -> Any:
-        return self.inner.info
-
-    def forward(self, batch: Batch) -> torch.Tensor:
-        self.calls += 1
-        if self.poison is None or self.poison in batch.token_ids:
-            raise RuntimeError("a kernel failed")
-        return self.inner.forward(batch)
-
-
-def test_an_engine_that_chokes_on_one_row_keeps_the_others(make_rig: Any) -> None:
-    rig = make_rig(None, Brittle(poison=2))
-    admissions = [rig.admission(slot, [*PROMPT[:8], 2] if slot == 3 else PROMPT[:9], seed=7) for slot in range(5)]
-    outcome = rig.step([(slot, 9, 0) for slot in range(5)], admissions=admissions)
-    assert [(failure.row, failure.reason) for failure in outcome.failures] == [(3, "ENGINE_FAILED")]
-    assert "kernel" not in outcome.failures[0].message
-    truth = plain_tokens(PROMPT[:9], 7, 0.0, 16)
-    assert all(rig.generate(slot) == truth for slot in (0, 1, 2, 4))
-    # Single bad rows with successes in between don't make the engine broken.
-    for slot in range(5, 8):
-        admission = rig.admission(slot, [2, 2, 3])
-        assert rig.step([(slot, 3, 0)], admissions=[admission]).failures
-        rig.step([(slot + 5, 3, 0)], admissions=[rig.admission(slot + 5, [5, 6, 7])])
-
-
-def test_an_engine_that_fails_on_everything_is_broken(make_rig: Any) -> None:
-    rig = make_rig(None, Brittle(poison=None))
-    assert rig.step([(0, 99, 0)], admissions=[rig.admission(0, PROMPT)]).failures
-    with pytest.raises(EngineBroken):
-        rig.step([(1, 99, 0)], admissions=[rig.admission(1, PROMPT)])
-    both = make_rig(None, Brittle(poison=None))
-    with pytest.raises(EngineBroken):
-        both.step([(0, 99, 0), (1, 99, 0)], admissions=[both.admission(0, PROMPT[:5]), both.admission(1, PROMPT[:5])])
 
 
 # ----------------------------------------------------------------------------------------------- drafting and residents
