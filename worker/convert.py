@@ -7,9 +7,10 @@ from collections.abc import Iterable
 from google.rpc import status_pb2
 from tandem.v1 import draft_pb2, scheduler_pb2, types_pb2
 
-from cluster.errors import Internal, to_status
+from cluster.errors import Internal, InvalidField, to_status
 from worker.sequences import Limits
 from worker.steps import (
+    NOTHING_LEFT,
     Admission,
     PositionLogprobs,
     Resident,
@@ -209,4 +210,6 @@ def _token(token: TokenLogprob) -> types_pb2.TokenLogprob:
 
 
 def _status(failure: RowFailure) -> status_pb2.Status:
+    if failure.reason == NOTHING_LEFT:
+        return to_status(InvalidField("sampling", failure.message, reason=failure.reason))
     return to_status(Internal(failure.message, reason=failure.reason))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from engine.logprobs import prompt_logprobs
-from engine.sampler import SampleResult
+from engine.sampler import ALL_BANNED, SampleResult
 from worker.batching import RowPlan
 from worker.sequences import Sequence
-from worker.steps import PositionLogprobs, RowFailure, RowLogprobs, Step, StepOutcome
+from worker.steps import NOTHING_LEFT, PositionLogprobs, RowFailure, RowLogprobs, Step, StepOutcome
 from worker.verification import verify
 
 
@@ -91,7 +91,8 @@ class Settlement:
                 break
             tokens.append(token_id)
         if not tokens:
-            self.fail(plan, "SAMPLING_FAILED", sampled.errors.get(at, "no token could be sampled"))
+            why = sampled.errors.get(at, "no token could be sampled")
+            self.fail(plan, NOTHING_LEFT if why == ALL_BANNED else "SAMPLING_FAILED", why)
             return []
         # A position that failed behind a draft may never be reached. If it is, the next row fails there by itself.
         draft = draft[: len(tokens) - 1]

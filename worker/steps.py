@@ -84,6 +84,10 @@ class RowLogprobs:
     prompt: list[PositionLogprobs] = field(default_factory=list)
 
 
+NOTHING_LEFT = "NOTHING_LEFT"
+"""a RowFailure's reason where the request's own parameters ban every token"""
+
+
 @dataclass(frozen=True, slots=True)
 class RowFailure:
     """A row that failed; its sequence is over. The message holds no internals."""
