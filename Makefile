@@ -16,8 +16,10 @@ CODE := gateway scheduler worker draft_worker cluster engine cli tandem_client b
 
 # The first Python from 3.11 on; PYTHON=… overrides.
 NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
-PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13; do \
+ifndef PYTHON
+PYTHON := $(shell for python in python3 python3.11 python3.12 python3.13; do \
 	$$python -c '$(NEW_ENOUGH)' 2>/dev/null && { echo $$python; break; }; done)
+endif
 
 help: ## list the commands
 	@grep -hE '^[a-z]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 12
