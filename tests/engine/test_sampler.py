@@ -55,6 +55,7 @@ class Reference:
 
     def __init__(self, logits: list[float], sample_row: SampleRow) -> None:
         self.margin = math.inf
+        self.touched: set[int] = set()
         self.params = sample_row.params
         self.scores = dict(enumerate(logits))
         prompt = list(sample_row.known_token_ids[: sample_row.num_prompt_tokens])
@@ -67,13 +68,22 @@ class Reference:
             self.scores = {v: s + g[v] for v, s in self.scores.items()}
         order = sorted(self.scores, key=lambda v: (-self.scores[v], v))
         self.token_id = order[0]
-        if len(order) > 1 and not self.params.greedy:
+        if not self.params.greedy and len(order) > 1:
             self._near(self.scores[order[0]] - self.scores[order[1]])
+        self._edge(order, 1)
 
     def _near(self, distance: float) -> None:
         self.margin = min(self.margin, abs(distance))
 
+    def _edge(self, order: list[int], count: int) -> None:
+        """A cut between two scores: exact where both are the model's own, else float32 may see it differently."""
+        if 0 < count < len(order) and self.touched & set(order[count - 1 : count + 1]):
+            self._near(self.scores[order[count - 1]] - self.scores[order[count]])
+
     def _penalise(self, prompt: list[int], output: list[int]) -> None:
+        if self.params.repetition_penalty != 1:
+            self.touched |= set(prompt)
+        self.touched |= set(output) | set(self.params.logit_bias)
         for v in set(prompt + output):
             penalty = self.params.repetition_penalty
             self.scores[v] = self.scores[v] / penalty if self.scores[v] > 0 else self.scores[v] * penalty
@@ -95,6 +105,7 @@ class Reference:
         self.scores = {v: (s - peak) / self.params.temperature for v, s in self.scores.items()}
         order = sorted(self.scores, key=lambda v: (-self.scores[v], v))
         if 0 < self.params.top_k < len(order):
+            self._edge(order, self.params.top_k)
             order = order[: self.params.top_k]
         weight = {v: math.exp(self.scores[v]) for v in order}
         if self.params.top_p < 1:
@@ -105,6 +116,7 @@ class Reference:
                 self._near(reached - self.params.top_p)
                 if reached >= self.params.top_p:
                     break
+            self._edge(order, len(kept))
             order = kept
         for v in order:
             if self.params.min_p > 0 and weight[v] < 1:
