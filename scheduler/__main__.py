@@ -32,13 +32,13 @@ async def serve(settings: SchedulerConfig) -> None:
     port = bind(server, settings.host, settings.port)
     telemetry = Telemetry("scheduler")
     telemetry.registry.register(CellCollector(cell))
-    await telemetry.serve(settings.host, settings.metrics_port)
+    metrics_port = await telemetry.serve(settings.host, settings.metrics_port)
     await server.start()
     for name in ("", *SERVICES):
         health.set(name, True)
     watch = asyncio.create_task(cell.watch())
     print(f"READY scheduler {join_address(settings.host, port)}", flush=True)
-    logs.event(logger, "serving", address=join_address(settings.host, port), term=cell.term)
+    logs.event(logger, "serving", address=join_address(settings.host, port), term=cell.term, metrics_port=metrics_port)
 
     async def drain() -> None:
         cell.drain()
