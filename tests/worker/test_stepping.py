@@ -1,0 +1,107 @@
+"""The step thread: order, depth, dropping, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+
+from worker.executor import EngineBroken
+from worker.stepping import MAX_QUEUED, StepThread, TooManySteps
+from worker.steps import Step, StepOutcome
+
+
+class GatedExecutor:
+    """Each run waits for a permit."""
+
+    def __init__(self) -> None:
+        self.permits = threading.Semaphore(0)
+        self.entered: list[int] = []
+        self.running = 0
+        self.error: Exception | None = None
+
+    def run(self, step: Step) -> StepOutcome:
+        self.running += 1
+        assert self.running == 1
+        self.entered.append(step.number)
+        assert self.permits.acquire(timeout=10)
+        self.running -= 1
+        if self.error is not None:
+            raise self.error
+        return StepOutcome(step.term, step.epoch, step.number, [], [], [], [], [], [])
+
+
+@pytest.fixture
+async def thread() -> Any:
+    outcomes: asyncio.Queue[StepOutcome] = asyncio.Queue()
+    made = StepThread(outcomes.put_nowait)
+    executor = GatedExecutor()
+    made.adopt(executor)  # type: ignore[arg-type]
+    yield made, executor, outcomes
+    executor.permits.release(100)
+    made.stop()
+
+
+async def next_number(outcomes: asyncio.Queue[StepOutcome]) -> int:
+    return (await asyncio.wait_for(outcomes.get(), 10)).number
+
+
+async def test_steps_run_one_after_the_other_and_no_more_than_two_are_taken(thread: Any) -> None:
+    steps, executor, outcomes = thread
+    for number in range(1, MAX_QUEUED + 1):
+        steps.submit(Step(1, 1, number))
+    with pytest.raises(TooManySteps):
+        steps.submit(Step(1, 1, 3))
+    executor.permits.release()
+    assert await next_number(outcomes) == 1
+    steps.submit(Step(1, 1, 3))
+    executor.permits.release(2)
+    assert [await next_number(outcomes) for _ in range(2)] == [2, 3]
+    assert executor.entered == [1, 2, 3]
+    assert steps.running_step_s() == 0
+
+
+async def test_settling_waits_for_the_running_step_and_drops_the_queued(thread: Any) -> None:
+    steps, executor, outcomes = thread
+    steps.submit(Step(1, 1, 1))
+    while not executor.entered:  # noqa: ASYNC110  (another thread's)
+        await asyncio.sleep(0.001)
+    steps.submit(Step(1, 1, 2))
+    settling = asyncio.ensure_future(steps.settle())
+    done, _ = await asyncio.wait([settling], timeout=0.05)
+    assert not done
+    assert steps.running_step_s() > 0
+    executor.permits.release(10)
+    await asyncio.wait_for(settling, 10)
+    assert executor.entered == [1]
+    assert outcomes.get_nowait().number == 1
+    # Two more may be issued now: the dropped ones don't count.
+    steps.submit(Step(1, 2, 1))
+    steps.submit(Step(1, 2, 2))
+    assert [await next_number(outcomes) for _ in range(2)] == [1, 2]
+
+
+async def test_a_broken_engine_ends_the_thread_and_says_why(thread: Any) -> None:
+    steps, executor, outcomes = thread
+    executor.error = EngineBroken("it fails on everything")
+    executor.permits.release()
+    steps.submit(Step(1, 1, 1))
+    assert isinstance(await asyncio.wait_for(steps.failed, 10), EngineBroken)
+    assert outcomes.empty()
+
+
+async def test_what_loading_raises_is_raised_and_the_thread_lives_on(thread: Any) -> None:
+    steps, executor, _ = thread
+
+    def fail() -> None:
+        raise ValueError("no memory")
+
+    with pytest.raises(ValueError, match="no memory"):
+        await steps.load(fail)
+    assert await steps.call(lambda held: held is executor)
+    other = StepThread(lambda outcome: None)
+    with pytest.raises(RuntimeError, match="adopted"):
+        await other.call(lambda held: held)
+    other.stop()
