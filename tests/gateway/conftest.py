@@ -257,17 +257,20 @@ class Cell:
 
 @pytest.fixture
 async def cell_with(byte_text: ModelText) -> AsyncIterator[Callable[..., Any]]:
-    """Starts a cell; keyword arguments go to GatewayConfig, `scheduler=False` leaves the scheduler out."""
+    """Starts a cell; keyword arguments go to GatewayConfig, `scheduler=False` leaves the scheduler out.
+
+    `before`: another scheduler's address, which is tried first.
+    """
     stack: list[Any] = []
 
-    async def start(scheduler: bool = True, **settings: Any) -> Cell:
+    async def start(scheduler: bool = True, before: str = "", **settings: Any) -> Cell:
         scripted = ScriptedScheduler()
         server = grpc.aio.server()
         scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(scripted, server)
         port = server.add_insecure_port("127.0.0.1:0")
         if scheduler:
             await server.start()
-        config = GatewayConfig(port=0, scheduler=f"127.0.0.1:{port}", model=("tiny=unused",), **settings)
+        config = GatewayConfig(port=0, scheduler=f"{before},127.0.0.1:{port}", model=("tiny=unused",), **settings)
         gateway = Gateway(config, {"tiny": byte_text})
         gateway.session._first_backoff_s = 0.01
         address = f"127.0.0.1:{await gateway.start()}"

@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tandem.v1 import generation_pb2, scheduler_pb2, types_pb2
 
 from cluster import errors
@@ -267,3 +268,34 @@ async def test_one_broken_request_does_not_take_the_session_down(cell: Cell, mon
     assert "boom" not in error.message
     assert joined(await collect(fine))[0] == "ok"
     assert (await scheduler.cancel()).handle == submits[b"a"].handle
+
+
+async def test_other_schedulers_are_tried_in_turn(cell_with: Callable[..., Any]) -> None:
+    cell = await cell_with(before="127.0.0.1:1")
+    connection = await cell.scheduler.connection()
+    call = cell.stub.GenerateStream(ask())
+    connection.emit(await connection.submit(), b"ok", finish_reason=LENGTH)
+    assert joined(await collect(call))[0] == "ok"
+
+
+async def test_a_draining_scheduler_finishes_what_it_has(cell: Cell) -> None:
+    scheduler = await cell.scheduler.connection()
+    call = cell.stub.GenerateStream(ask())
+    submit = await scheduler.submit()
+    health = health_pb2_grpc.HealthStub(cell.channel).Watch(health_pb2.HealthCheckRequest(service="tiny"))
+    assert (await health.read()).status == health_pb2.HealthCheckResponse.SERVING
+    scheduler.outbox.put_nowait(scheduler_pb2.SessionResponse(draining=True))
+    assert (await health.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+    health.cancel()
+    # It is the scheduler that refuses new requests, in its own words.
+    refused = cell.stub.GenerateStream(ask())
+    status = errors.to_status(errors.Unavailable("the scheduler is draining", 2.0))
+    scheduler.outbox.put_nowait(
+        scheduler_pb2.SessionResponse(
+            draining=True, outputs=[scheduler_pb2.Output(handle=(await scheduler.submit()).handle, error=status)]
+        )
+    )
+    assert (await failure(refused)).message == "the scheduler is draining"
+    output = scheduler_pb2.Output(handle=submit.handle, token_ids=b"ok", finish_reason=LENGTH)
+    scheduler.outbox.put_nowait(scheduler_pb2.SessionResponse(draining=True, outputs=[output]))
+    assert joined(await collect(call))[0] == "ok"
