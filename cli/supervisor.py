@@ -13,7 +13,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,20 @@ OnLine = Callable[[str, str], None]
 NAME = "tandem"
 # Time, level and service of a log line (see cluster.logs).
 _LOG_PREFIX = re.compile(r"^\d\d:\d\d:\d\d\.\d+ +[A-Z]+ +\S+ +")
+_WHY = re.compile(r'\bwhy=("(?:[^"\\]|\\.)*"|\S+)')
+
+
+def reason_of(last_lines: Collection[str]) -> str:
+    """Why a child ended, out of the last line that it wrote: the log's frame is taken off."""
+    if not last_lines:
+        return "it said nothing"
+    line = _LOG_PREFIX.sub("", list(last_lines)[-1])
+    why = _WHY.search(line)
+    if why is None:
+        return line
+    with contextlib.suppress(ValueError):
+        return str(json.loads(why[1]))
+    return why[1]
 
 
 class ClusterFailed(Exception):
@@ -140,9 +154,8 @@ class Supervisor:
         self._write_state()
         name = member.spec.name
         if delay_s is None:
-            last = _LOG_PREFIX.sub("", child.last_lines[-1]) if child.last_lines else "it said nothing"
             if not self.failed.done():
-                self.failed.set_result(f"{name} can't start ({describe_exit(status)}): {last}")
+                self.failed.set_result(f"{name} can't start ({describe_exit(status)}): {reason_of(child.last_lines)}")
             return False
         self._on_line(NAME, f"{name} died ({describe_exit(status)}); starting it again in {delay_s:.1f} s")
         with contextlib.suppress(TimeoutError):

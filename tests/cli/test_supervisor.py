@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from cli.lifecycle import RestartPolicy, State
-from cli.supervisor import ClusterFailed, Supervisor
+from cli.supervisor import ClusterFailed, Supervisor, reason_of
 
 FAST = RestartPolicy(first_delay_s=0.01, max_delay_s=0.05, max_crashes=3)
 
@@ -117,6 +117,19 @@ async def test_a_child_that_can_not_start_ends_the_cluster(stub: Any, journal: P
     assert notes(journal).count("bad started") == 1
     supervisor.kill()
     await supervisor.wait_stopped()
+
+
+@pytest.mark.parametrize(
+    ("lines", "reason"),
+    [
+        ([], "it said nothing"),
+        (["Traceback", "ValueError: no"], "ValueError: no"),
+        (["12:00:00.123 ERROR   worker       it can't start  why=short"], "short"),
+        (['12:00:00.123 ERROR   worker       it can\'t start  why="the \\"big\\" one"'], 'the "big" one'),
+    ],
+)
+def test_the_reason_is_the_last_line(lines: list[str], reason: str) -> None:
+    assert reason_of(lines) == reason
 
 
 async def test_a_child_that_is_killed_at_start_gets_three_tries(stub: Any, journal: Path) -> None:
