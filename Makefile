@@ -2,7 +2,7 @@
 
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test check format mutants protos bench clean distclean
+.PHONY: help setup serve test check format mutants protos docs bench clean distclean
 
 # What `make serve` serves: MODEL=<folder, .gguf file or hub id>  WORKERS=2  DRAFT=<folder|ngram|none>
 MODEL ?= default
@@ -59,6 +59,9 @@ mutants: setup ## plant faults one at a time; each must turn a test red
 
 protos: setup ## generate the stubs anew
 	@.venv/bin/python hatch_build.py
+
+docs: setup ## write the generated pages of docs anew
+	@.venv/bin/python tests/test_docs.py
 
 bench: setup ## CPU cost of the scheduler's core; for a running cluster see `tandem bench --help`
 	@.venv/bin/python bench/scheduler_core.py $(ARGS)

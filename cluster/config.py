@@ -41,7 +41,7 @@ class ConfigError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Setting:
+class Setting:
     """One field of the class, as flags, files and variables see it."""
 
     name: str
@@ -68,7 +68,7 @@ def load(
     `argv` without the program's name, and `env`, default to the process's own. --help and --version print and exit with
     status 0; a wrong setting exits with status 2.
     """
-    settings = _settings(config_class)
+    settings = settings_of(config_class)
     service = prog.split()[-1]
     parser = _parser(config_class, prog, service, settings)
     given = vars(parser.parse_args(argv))
@@ -87,7 +87,7 @@ def variable(service: str, field: str) -> str:
 def to_flags(config: Any, config_class: type | None = None) -> list[str]:
     """The flags that make `load` build an equal configuration; for starting a service as a child process."""
     flags: list[str] = []
-    for setting in _settings(config_class or type(config)):
+    for setting in settings_of(config_class or type(config)):
         value = getattr(config, setting.name)
         if value == setting.default and not setting.required:
             continue
@@ -100,7 +100,8 @@ def to_flags(config: Any, config_class: type | None = None) -> list[str]:
     return flags
 
 
-def _settings(config_class: type) -> list[_Setting]:
+def settings_of(config_class: type) -> list[Setting]:
+    """Every field of the class, in order. Raises TypeError for a type that no flag can carry: a bug of the class."""
     hints = typing.get_type_hints(config_class)
     settings = []
     for field in dataclasses.fields(config_class):
@@ -119,11 +120,11 @@ def _settings(config_class: type) -> list[_Setting]:
         default = None if required else field.default
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
-        settings.append(_Setting(field.name, hint, many, optional, required, default, field.metadata))
+        settings.append(Setting(field.name, hint, many, optional, required, default, field.metadata))
     return settings
 
 
-def _parser(config_class: type, prog: str, service: str, settings: Sequence[_Setting]) -> argparse.ArgumentParser:
+def _parser(config_class: type, prog: str, service: str, settings: Sequence[Setting]) -> argparse.ArgumentParser:
     text = (config_class.__doc__ or "").strip()
     parser = argparse.ArgumentParser(
         prog=prog,
@@ -149,7 +150,7 @@ def _parser(config_class: type, prog: str, service: str, settings: Sequence[_Set
     return parser
 
 
-def _help(setting: _Setting) -> str:
+def _help(setting: Setting) -> str:
     text = str(setting.metadata.get("help", "")).replace("%", "%%")
     notes = []
     if setting.many:
@@ -157,11 +158,12 @@ def _help(setting: _Setting) -> str:
     if setting.required:
         notes.append("required")
     elif setting.default is not None and setting.default != () and setting.default != "":
-        notes.append(f"default {_spell(setting.default)}".replace("%", "%%"))
+        notes.append(f"default {spell(setting.default)}".replace("%", "%%"))
     return f"{text} ({'; '.join(notes)})" if notes else text
 
 
-def _spell(value: Any) -> str:
+def spell(value: Any) -> str:
+    """A value as people write it."""
     if isinstance(value, bool):
         return "on" if value else "off"
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
@@ -170,7 +172,7 @@ def _spell(value: Any) -> str:
 def _build(
     config_class: type[C],
     service: str,
-    settings: Sequence[_Setting],
+    settings: Sequence[Setting],
     given: Mapping[str, Any],
     env: Mapping[str, str],
 ) -> C:
@@ -197,7 +199,7 @@ def _build(
     return config
 
 
-def _read_file(path: Path, service: str, settings: Sequence[_Setting]) -> Mapping[str, Any]:
+def _read_file(path: Path, service: str, settings: Sequence[Setting]) -> Mapping[str, Any]:
     try:
         document = tomllib.loads(path.read_text("utf-8"))
     except OSError as error:
@@ -221,7 +223,7 @@ def _read_file(path: Path, service: str, settings: Sequence[_Setting]) -> Mappin
     return fields
 
 
-def _parse(setting: _Setting, value: Any, source: str) -> Any:
+def _parse(setting: Setting, value: Any, source: str) -> Any:
     """The checked value of a setting. Texts come from flags and variables, other types from TOML."""
 
     def wrong(allowed: str, got: Any = value) -> ConfigError:
@@ -238,7 +240,7 @@ def _parse(setting: _Setting, value: Any, source: str) -> Any:
     return _scalar(setting, value, wrong)
 
 
-def _scalar(setting: _Setting, value: Any, wrong: Any) -> Any:
+def _scalar(setting: Setting, value: Any, wrong: Any) -> Any:
     parsed = _typed(setting, value, wrong)
     choices = setting.metadata.get("choices")
     if choices is not None and parsed not in choices:
@@ -251,7 +253,7 @@ def _scalar(setting: _Setting, value: Any, wrong: Any) -> Any:
     return parsed
 
 
-def _typed(setting: _Setting, value: Any, wrong: Any) -> Any:
+def _typed(setting: Setting, value: Any, wrong: Any) -> Any:
     if setting.kind is bool:
         if isinstance(value, bool):
             return value
