@@ -44,7 +44,7 @@ class Child:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=PIPE,
             stderr=PIPE,
-            env={**os.environ, **dict(spec.env), "PYTHONUNBUFFERED": "1"},
+            env={**dict(spec.env), **os.environ, "PYTHONUNBUFFERED": "1"},
             start_new_session=True,
             limit=_LINE_LIMIT,
         )

@@ -11,7 +11,7 @@ from tandem_client import Message, TandemClient, TandemError
 
 _QUESTION = "What is a tandem? Answer in one sentence."
 _TEXT = "Two riders on one bicycle"
-_MAX_TOKENS = 48
+_MAX_TOKENS = 64
 
 
 async def show(console: Console, gateway: str, scheduler: str, model: str) -> None:

@@ -65,9 +65,12 @@ def journal(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def stub(tmp_path: Path, journal: Path) -> StubSpec:
+def stub(tmp_path: Path, journal: Path, monkeypatch: pytest.MonkeyPatch) -> StubSpec:
     """Makes the spec of a stub."""
     folder = tmp_path / "stubs"
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    )
     folder.mkdir()
     (folder / "stub_service.py").write_text(STUB)
 
@@ -77,7 +80,6 @@ def stub(tmp_path: Path, journal: Path) -> StubSpec:
             name,
             "stub_service",
             tuple((key.replace("_", "-"), str(value)) for key, value in given.items()),
-            (("PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])),),
         )
 
     return spec

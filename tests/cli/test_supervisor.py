@@ -12,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,17 @@ async def test_a_child_that_was_ready_is_never_given_up(stub: Any, journal: Path
     await supervisor.stop(["a"], 5)
 
 
+async def test_the_users_environment_wins(stub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_TEST_A", "user")
+    supervisor = Supervisor(Lines(), FAST)
+    spec = replace(stub("a"), env=(("TANDEM_TEST_A", "plan"), ("TANDEM_TEST_B", "plan")))
+    await supervisor.start([spec])
+    environment = Path(f"/proc/{pid_of(supervisor, 'a')}/environ").read_bytes().split(b"\0")  # noqa: ASYNC240
+    assert b"TANDEM_TEST_A=user" in environment
+    assert b"TANDEM_TEST_B=plan" in environment
+    await supervisor.stop(["a"], 5)
+
+
 async def test_a_child_that_does_not_stop_is_killed(stub: Any) -> None:
     lines = Lines()
     supervisor = Supervisor(lines, FAST)
@@ -192,7 +204,7 @@ def test_children_die_with_the_supervisor(stub: Any, journal: Path) -> None:
 
         async def main():
             supervisor = Supervisor(lambda name, line: None)
-            await supervisor.start([ChildSpec({spec.name!r}, {spec.service!r}, {spec.flags!r}, {spec.env!r})])
+            await supervisor.start([ChildSpec({spec.name!r}, {spec.service!r}, {spec.flags!r})])
             print(supervisor.members["a"].child.pid, flush=True)
             await asyncio.Event().wait()
 
