@@ -56,6 +56,7 @@ async def serve(config: DraftWorkerConfig) -> int:
 
     async def drain() -> None:
         # Workers need no notice: without tails they decode plainly from the next step.
+        servicer.close()
         announcing.cancel()
         await asyncio.gather(announcing, return_exceptions=True)
 

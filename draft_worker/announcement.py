@@ -17,6 +17,8 @@ logger = logging.getLogger(__name__)
 WELCOME_TIMEOUT_S = 5.0
 HEARTBEAT_S = 1.0
 MAX_BACKOFF_S = 2.0
+# A write to a stream that has just ended raises InvalidStateError.
+STREAM_ERRORS = (grpc.RpcError, asyncio.InvalidStateError, TimeoutError)
 
 
 class Refused(Exception):
@@ -41,7 +43,7 @@ class Announcement:
         while True:
             try:
                 await self._converse()
-            except (grpc.RpcError, TimeoutError, Refused) as error:
+            except (*STREAM_ERRORS, Refused) as error:
                 if self.announced or attempt == 0:
                     event(logger, "no scheduler", level=logging.WARNING, at=self._scheduler, why=_reason(error))
             attempt = 0 if self.announced else attempt + 1
@@ -71,6 +73,7 @@ class Announcement:
         finally:
             if beating is not None:
                 beating.cancel()
+                await asyncio.gather(beating, return_exceptions=True)
             call.cancel()
             await channel.close()
 

@@ -27,6 +27,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         self._target = target
         self._streams = itertools.count(1)
         self._outboxes: dict[int, _Outbox] = {}
+        self._closing = asyncio.Event()
         self.inbox: Inbox
 
     @property
@@ -48,17 +49,32 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         stream = next(self._streams)
         outbox = self._outboxes[stream] = _Outbox()
         event(logger, "worker linked", worker=hello.worker_id, stream=stream)
-        sending = asyncio.ensure_future(_send(outbox, context, hello.vocab_size))
+        parts = [
+            asyncio.ensure_future(part)
+            for part in (
+                self._read(stream, request_iterator),
+                _send(outbox, context, hello.vocab_size),
+                self._closing.wait(),
+            )
+        ]
         try:
-            async for message in request_iterator:
-                self.inbox.put(stream, news_from_proto(message))
+            await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
         finally:
             # First what must happen: a handler that is cancelled again never gets past an await.
             self._outboxes.pop(stream, None)
             self.inbox.end_stream(stream)
             event(logger, "worker gone", worker=hello.worker_id, stream=stream)
-            sending.cancel()
-            await asyncio.gather(sending, return_exceptions=True)
+            for part in parts:
+                part.cancel()
+            await asyncio.gather(*parts, return_exceptions=True)
+
+    def close(self) -> None:
+        """End all streams in order; their workers go on without drafts."""
+        self._closing.set()
+
+    async def _read(self, stream: int, request_iterator: AsyncIterator[draft_pb2.DraftRequest]) -> None:
+        async for message in request_iterator:
+            self.inbox.put(stream, news_from_proto(message))
 
     async def _hello(
         self, request_iterator: AsyncIterator[draft_pb2.DraftRequest], context: grpc.aio.ServicerContext

@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 WELCOME_TIMEOUT_S = 5.0
 HEARTBEAT_S = 1.0
 MAX_BACKOFF_S = 2.0
+# A write to a stream that has just ended raises InvalidStateError.
+STREAM_ERRORS = (grpc.RpcError, asyncio.InvalidStateError, TimeoutError)
 
 
 class StreamEnded(Exception):
@@ -83,7 +85,7 @@ class Attachment:
             while not (self._drained.is_set() or self._draining):
                 try:
                     await self._converse()
-                except (grpc.RpcError, TimeoutError, StreamEnded, TooManySteps) as error:
+                except (*STREAM_ERRORS, StreamEnded, TooManySteps) as error:
                     if self.attached or attempt == 0:
                         event(logger, "no scheduler", level=logging.WARNING, at=self._scheduler, why=_reason(error))
                 attempt = 0 if self.attached else attempt + 1

@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 WELCOME_TIMEOUT_S = 3.0
 MAX_BACKOFF_S = 5.0
+# A write to a stream that has just ended raises InvalidStateError.
+STREAM_ERRORS = (grpc.RpcError, asyncio.InvalidStateError, TimeoutError)
 STEADY_AFTER_S = 10.0
 """a link that stood for so long starts its back-off anew"""
 
@@ -106,7 +108,7 @@ class DraftLink:
             began_s = time.monotonic()
             try:
                 await self._converse(self.address)
-            except (grpc.RpcError, TimeoutError, LinkBroken) as error:
+            except (*STREAM_ERRORS, LinkBroken) as error:
                 if self.drafting or attempt == 0:
                     event(logger, "no drafts", level=logging.WARNING, draft_worker=self.address, why=_reason(error))
             finally:

@@ -25,7 +25,7 @@ HASHES_KEPT = 128
 MAX_PENDING_TOKENS = 256
 MAX_TOKENS_BEHIND = 128
 MAX_OPENS_PER_DRAIN = 16
-MAX_IDLE_ROWS = 64
+MAX_IDLE_ROWS = 16
 """rows in a row without a draft budget after which a slot is closed"""
 
 
