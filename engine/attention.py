@@ -24,13 +24,10 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
-from engine.attention_plan import KEY_TILE, QUERY_BLOCK, AttentionPlan, Wave
+from engine.attention_plan import KEY_TILE, PRODUCTS_PER_GROUP, QUERY_BLOCK, AttentionPlan, Wave
 from engine.kv_cache import KvCache, LayerShape
 
 ATTENTION_NAME = "tandem_paged"
-
-PRODUCTS_PER_GROUP = 16
-"""Matrix products per batched call: always this many, since torch picks its route by their number too."""
 
 
 class Step(Protocol):
@@ -143,7 +140,10 @@ class PagedStep:
         num_heads, kv_heads = query.shape[1], key.shape[1]
         num_real = plan.num_tokens
         self._cache.write(
-            layer, plan.slots, key[0, :, :num_real].transpose(0, 1), value[0, :, :num_real].transpose(0, 1)
+            layer,
+            plan.places(kv_heads),
+            key[0, :, :num_real].transpose(0, 1),
+            value[0, :, :num_real].transpose(0, 1),
         )
         # [query blocks, kv_heads, QUERY_BLOCK, heads per kv head, D], then places and grouped heads are a product's rows
         queries = query[0].transpose(0, 1).index_select(0, plan.query_tokens).float() * scaling
@@ -151,8 +151,9 @@ class PagedStep:
         queries = queries.reshape(-1, kv_heads, QUERY_BLOCK * (num_heads // kv_heads), query.shape[3])
         parts = []
         for wave in plan.waves(window):
-            keys, values = self._cache.read(layer, wave.kv_blocks)
-            parts.append(_attend_wave(wave, queries[wave.query_blocks], keys, values, softcap, sinks))
+            query_rows, runs = wave.product_indices(kv_heads)
+            keys, values = self._cache.read(layer, runs)
+            parts.append(_attend_wave(wave, queries[wave.query_blocks], query_rows, keys, values, softcap, sinks))
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         # [query blocks, kv_heads, QUERY_BLOCK, group, Dv] → [places, heads, Dv] → [1, T, heads, Dv]
         out = out.transpose(1, 2).reshape(-1, num_heads, value.shape[3])
@@ -162,21 +163,21 @@ class PagedStep:
 def _attend_wave(
     wave: Wave,
     queries: torch.Tensor,
+    query_rows: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """queries [q, kv_heads, rows, D], keys and values as the cache gives them → float32 [q, kv_heads, QB, G, Dv]."""
-    num_pieces = len(wave.piece_query_block)
+    """queries [q, kv_heads, rows, D]; query_rows, keys and values per product → float32 [q, kv_heads, QB, G, Dv]."""
     kv_heads, num_rows = queries.shape[1], queries.shape[2]
-    shape = (num_pieces, kv_heads, QUERY_BLOCK, num_rows // QUERY_BLOCK)
+    num_products = wave.num_pieces * kv_heads  # the rest fills the last group
+    shape = (wave.num_pieces, kv_heads, QUERY_BLOCK, num_rows // QUERY_BLOCK)
 
-    scores = _grouped_product(
-        _entries(queries.index_select(0, wave.piece_query_block)),
-        _entries(keys.view(num_pieces, KEY_TILE, kv_heads, -1).transpose(1, 2)).transpose(1, 2),
-    )
-    visible = scores[: num_pieces * kv_heads].view(*shape, KEY_TILE)
+    keys = keys.float().view(len(query_rows), KEY_TILE, -1)
+    values = values.float().view(len(query_rows), KEY_TILE, -1)
+    scores = _grouped_product(queries.flatten(0, 1).index_select(0, query_rows), keys.transpose(1, 2))
+    visible = scores[:num_products].view(*shape, KEY_TILE)
     if softcap is not None:
         visible.div_(softcap).tanh_().mul_(softcap)
     visible.masked_fill_(wave.hidden[:, None, :, None, :], -torch.inf)
@@ -184,19 +185,8 @@ def _attend_wave(
     # A tile that a query doesn't see has no peak; its weights are exp(-inf) = 0 whatever is subtracted.
     visible.sub_(peaks.clamp(min=torch.finfo(torch.float32).min)[..., None]).exp_()
     sums = visible.sum(dim=-1)
-    partial = _grouped_product(scores, _entries(values.view(num_pieces, KEY_TILE, kv_heads, -1).transpose(1, 2)))
-    return _merge(wave, peaks, sums, partial[: num_pieces * kv_heads].view(*shape, -1), sinks)
-
-
-def _entries(pieces: torch.Tensor) -> torch.Tensor:
-    """[n, kv_heads, r, c] → float32 [n * kv_heads rounded up to whole groups, r, c], contiguous, zeros at the end."""
-    num_pieces, kv_heads, num_rows, num_columns = pieces.shape
-    num_entries = num_pieces * kv_heads
-    num_padded = -(-num_entries // PRODUCTS_PER_GROUP) * PRODUCTS_PER_GROUP
-    out = torch.empty((num_padded, num_rows, num_columns), dtype=torch.float32, device=pieces.device)
-    out[:num_entries].view(pieces.shape).copy_(pieces)
-    out[num_entries:].zero_()
-    return out
+    partial = _grouped_product(scores, values)
+    return _merge(wave, peaks, sums, partial[:num_products].view(*shape, -1), sinks)
 
 
 def _grouped_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

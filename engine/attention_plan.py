@@ -14,37 +14,67 @@ of their positions. Keys that a query may not see weigh exactly 0, so it doesn't
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 
 from engine.batch import Batch
+from engine.kv_cache import places
 
-QUERY_BLOCK = 4
-"""Queries per piece: few, because a decode row has one and pays for all; more would only help long prefills."""
+QUERY_BLOCK = 8
+"""Queries per piece. A decode row has one and pays for all, a verified draft of four has five, and a prefill fetches its
+keys once per block: with eight, fetching and multiplying cost about the same."""
 KEY_TILE = 64
 """Key positions per piece; block_size must divide it."""
 
-_MAX_WAVE_ENTRIES = 512
+PRODUCTS_PER_GROUP = 16
+"""Matrix products per batched call: always this many, since torch picks its route by their number too."""
+
+_MAX_WAVE_PRODUCTS = 512
 """Pieces × KV heads computed at a time: 8 MiB of keys at head_dim 64, which stays in cache."""
 
 
-@dataclass(frozen=True, slots=True)
 class Wave:
     """Some query blocks with all their pieces (n), computed at a time."""
 
-    query_blocks: slice
-    piece_query_block: torch.Tensor
-    """int64 [n], relative to the wave's first query block"""
-    kv_blocks: torch.Tensor
-    """int64 [n * KEY_TILE / block_size]: the cache blocks of each piece's tile"""
-    hidden: torch.Tensor
-    """bool [n, QUERY_BLOCK, KEY_TILE]: keys that a query may not see"""
-    merge_order: torch.Tensor
-    """int64 [most tiles of a block, query blocks]: each query block's pieces in order; where it has none, its first"""
-    absent: torch.Tensor
-    """bool, as merge_order: there is no such piece"""
+    def __init__(
+        self,
+        query_blocks: slice,
+        piece_query_block: torch.Tensor,
+        kv_blocks: torch.Tensor,
+        hidden: torch.Tensor,
+        merge_order: torch.Tensor,
+        absent: torch.Tensor,
+    ) -> None:
+        self.query_blocks = query_blocks
+        self.num_pieces = len(piece_query_block)
+        self.hidden = hidden
+        """bool [n, QUERY_BLOCK, KEY_TILE]: keys that a query may not see"""
+        self.merge_order = merge_order
+        """int64 [most tiles of a block, query blocks]: each query block's pieces in order; where it has none, its first"""
+        self.absent = absent
+        """bool, as merge_order: there is no such piece"""
+        self._piece_query_block = piece_query_block
+        """int64 [n], relative to the wave's first query block"""
+        self._kv_blocks = kv_blocks
+        """int64 [n, KEY_TILE / block_size]: the cache blocks of each piece's tile"""
+        self._product_indices: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def product_indices(self, kv_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Which operands each product takes, for layers of so many heads; products are (piece, head), filled up to
+        whole groups with repetitions of the first.
+
+        Returns query rows int64 [products], each query_block * kv_heads + head, and cache runs
+        int64 [products * KEY_TILE / block_size], each block_id * kv_heads + head.
+        """
+        if kv_heads not in self._product_indices:
+            heads = torch.arange(kv_heads, device=self._kv_blocks.device)
+            queries = (self._piece_query_block[:, None] * kv_heads + heads).view(-1)
+            runs = (self._kv_blocks[:, None, :] * kv_heads + heads[:, None]).view(len(queries), -1)
+            spare = -len(queries) % PRODUCTS_PER_GROUP
+            queries = torch.cat((queries, queries[:1].expand(spare)))
+            runs = torch.cat((runs, runs[:1].expand(spare, -1)))
+            self._product_indices[kv_heads] = queries, runs.view(-1)
+        return self._product_indices[kv_heads]
 
 
 class AttentionPlan:
@@ -57,11 +87,12 @@ class AttentionPlan:
         self._batch = batch
         self._block_size = block_size
         self._device = device
-        self._max_pieces = max(1, _MAX_WAVE_ENTRIES // max_kv_heads)
+        self._max_pieces = max(1, _MAX_WAVE_PRODUCTS // max_kv_heads)
         self._waves: dict[int | None, list[Wave]] = {}
 
         self.num_tokens = len(batch.token_ids)
-        self.slots = self._to_device(batch.slot_mapping.astype(np.int64))
+        self._slots = self._to_device(batch.slot_mapping.astype(np.int64))
+        self._places: dict[int, torch.Tensor] = {}
         lengths = np.diff(batch.query_starts)
         blocks_per_row = -(-lengths // QUERY_BLOCK)
         self._row = np.repeat(np.arange(len(lengths)), blocks_per_row)
@@ -75,10 +106,16 @@ class AttentionPlan:
         """[query blocks, QUERY_BLOCK]"""
         self.query_tokens = self._to_device(tokens.reshape(-1).astype(np.int64))
         """int64 [query blocks * QUERY_BLOCK]: the flat token at each place"""
-        places = np.zeros(num_padded, dtype=np.int64)
-        places[tokens.reshape(-1)[::-1]] = np.arange(tokens.size - 1, -1, -1)
-        self.token_places = self._to_device(places)
+        token_places = np.zeros(num_padded, dtype=np.int64)
+        token_places[tokens.reshape(-1)[::-1]] = np.arange(tokens.size - 1, -1, -1)
+        self.token_places = self._to_device(token_places)
         """int64 [num_padded]: where each token's result lies; padding tokens take any"""
+
+    def places(self, kv_heads: int) -> torch.Tensor:
+        """Where a layer of so many heads writes the batch's tokens: see `kv_cache.places`."""
+        if kv_heads not in self._places:
+            self._places[kv_heads] = places(self._slots, kv_heads, self._block_size)
+        return self._places[kv_heads]
 
     def waves(self, window: int | None) -> list[Wave]:
         """The pieces of a layer whose queries see their last `window` positions, themselves included (None: all)."""
@@ -122,14 +159,14 @@ class AttentionPlan:
         )
 
     def _tile_blocks(self, rows: np.ndarray, tiles: np.ndarray) -> np.ndarray:
-        """Cache block ids of each (row, tile), int64 [n * KEY_TILE / block_size]; beyond the context any valid one."""
+        """Cache block ids of each (row, tile), int64 [n, KEY_TILE / block_size]; beyond the context the row's last."""
         per_tile = KEY_TILE // self._block_size
         needed = -(-self._batch.context_lens // self._block_size)
         starts = np.cumsum(needed) - needed
         tables = [table[:count] for table, count in zip(self._batch.block_tables, needed, strict=True)]
         flat = np.concatenate(tables).astype(np.int64)
         index = np.minimum(tiles[:, None] * per_tile + np.arange(per_tile), needed[rows][:, None] - 1)
-        return flat[(starts[rows][:, None] + index).reshape(-1)]
+        return flat[starts[rows][:, None] + index]
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)

@@ -1,6 +1,7 @@
 """The memory that keys and values live in, and how much of it there is.
 
-Per layer two tensors [num_blocks, block_size, kv_heads, head_dim]; a token's place is its slot,
+Per layer two tensors [num_blocks, kv_heads, block_size, head_dim]: a head's part of a block is one run of memory, and
+attention, which wants runs of one head's keys, gathers them in a single pass. A token's place is its slot,
 block_id * block_size + offset. Blocks start as zeros, and what is written is finite, so that a masked key's weight of 0
 times whatever an earlier owner left behind is 0.
 """
@@ -42,19 +43,27 @@ class KvCache:
         self._keys: dict[int, torch.Tensor] = {}
         self._values: dict[int, torch.Tensor] = {}
         for layer, shape in layers.items():
-            size = (num_blocks, block_size, shape.kv_heads)
+            size = (num_blocks, shape.kv_heads, block_size)
             self._keys[layer] = _zeros((*size, shape.key_dim), dtype, device)
             self._values[layer] = _zeros((*size, shape.value_dim), dtype, device)
 
-    def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """slots int64 [T]; keys [T, kv_heads, key_dim]; values [T, kv_heads, value_dim]."""
-        self._keys[layer].flatten(0, 1).index_copy_(0, slots, keys)
+    def write(self, layer: int, places: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """places int64 [T * kv_heads], from `places`; keys [T, kv_heads, key_dim]; values [T, kv_heads, value_dim]."""
+        self._keys[layer].flatten(0, 2).index_copy_(0, places, keys.flatten(0, 1))
         # A sequence that overflowed keeps its fault to itself: 0 × inf would be NaN in the next owner of the block.
-        self._values[layer].flatten(0, 1).index_copy_(0, slots, torch.nan_to_num(values))
+        self._values[layer].flatten(0, 2).index_copy_(0, places, torch.nan_to_num(values).flatten(0, 1))
 
-    def read(self, layer: int, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """blocks int64 [n] → copies: keys [n, block_size, kv_heads, key_dim], values [n, …, value_dim]."""
-        return self._keys[layer].index_select(0, blocks), self._values[layer].index_select(0, blocks)
+    def read(self, layer: int, runs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """runs int64 [n], each block_id * kv_heads + head → copies: keys [n, block_size * key_dim], values alike."""
+        keys, values = self._keys[layer].flatten(0, 1).flatten(1), self._values[layer].flatten(0, 1).flatten(1)
+        return keys.index_select(0, runs), values.index_select(0, runs)
+
+
+def places(slots: torch.Tensor, kv_heads: int, block_size: int) -> torch.Tensor:
+    """slots int64 [T] → row of each (token, head) in a layer's memory seen as [rows, head_dim], int64 [T * kv_heads]."""
+    blocks, offsets = slots // block_size, slots % block_size
+    heads = torch.arange(kv_heads, device=slots.device)
+    return ((blocks[:, None] * kv_heads + heads) * block_size + offsets[:, None]).view(-1)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 import transformers
 
-from engine.attention import PRODUCTS_PER_GROUP, PagedStep
-from engine.attention_plan import KEY_TILE, QUERY_BLOCK, AttentionPlan
+from engine.attention import PagedStep
+from engine.attention_plan import KEY_TILE, PRODUCTS_PER_GROUP, QUERY_BLOCK, AttentionPlan
 from engine.batch import Batch, EngineInfo
 from engine.errors import UnsupportedModel
 from engine.kv_cache import (

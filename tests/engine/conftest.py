@@ -1,0 +1,218 @@
+"""Tiny models with seeded weights, and sequences on a paged pool, for the tests of the model's side of the engine."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from engine.batch import Batch
+from engine.default_model import fetch_default_model
+from engine.runner import ModelRunner
+
+VOCAB_SIZE = 203
+BLOCK_SIZE = 16
+NUM_BLOCKS = 96
+
+_BASE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 104,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.15,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_WINDOW = 24
+"""shorter than every context that the tests compare"""
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama-grouped-biases": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
+    "llama-multi-query-tied": {"model_type": "llama", "num_key_value_heads": 1, "tie_word_embeddings": True},
+    "llama3-rope": {
+        "model_type": "llama",
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "qwen2-biases": {"model_type": "qwen2"},
+    "qwen3-qk-norm-wide-heads": {"model_type": "qwen3", "head_dim": 32},
+    "mistral-sliding": {"model_type": "mistral", "sliding_window": _WINDOW, "head_dim": 16},
+    "gemma2-soft-capping-sliding": {
+        "model_type": "gemma2",
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "query_pre_attn_scalar": 16,
+        "sliding_window": _WINDOW,
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 10.0,
+        "tie_word_embeddings": True,
+    },
+    "gemma3-two-ropes-sliding": {
+        "model_type": "gemma3_text",
+        "head_dim": 16,
+        "query_pre_attn_scalar": 16,
+        "sliding_window": _WINDOW,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "tie_word_embeddings": True,
+    },
+    "phi-full-partial-rotary-biases": {
+        "model_type": "phi",
+        "num_key_value_heads": 4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    },
+    "phi3-fused-sliding": {"model_type": "phi3", "sliding_window": _WINDOW, "pad_token_id": 0},
+    "gpt-neox-partial-rotary-parallel": {
+        "model_type": "gpt_neox",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+        "use_parallel_residual": True,
+    },
+    "olmo2-post-norm-full": {"model_type": "olmo2", "num_key_value_heads": 4},
+    "cohere-interleaved-rotary-logit-scale": {"model_type": "cohere", "logit_scale": 0.25, "tie_word_embeddings": True},
+    "granite-multipliers": {"model_type": "granite", "logits_scaling": 4.0, "residual_multiplier": 0.5},
+    "gpt2-learned-positions": {
+        "model_type": "gpt2",
+        "n_embd": 64,
+        "n_layer": 3,
+        "n_head": 4,
+        "n_positions": 512,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-moe": {
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "decoder_sparse_step": 1,
+    },
+}
+
+
+def write_tiny_model(folder: Path, name: str, **changes: Any) -> Path:
+    """A folder with configuration, seeded weights and a tokenizer file for the named configuration."""
+    settings = {**_BASE, **CONFIGS[name], **changes}
+    if settings["model_type"] == "gpt2":
+        for absent in ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"):
+            del settings[absent]
+    torch.manual_seed(20)
+    config = AutoConfig.for_model(**settings)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    # Norm weights and biases start as ones and zeros; a model that dropped them would look right.
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+        if config.tie_word_embeddings:
+            # A token's own embedding would win every argmax, and the output be one token for ever.
+            model.get_input_embeddings().weight.mul_(0.1)
+    model.save_pretrained(folder)
+    vocabulary = {f"t{token_id}": token_id for token_id in range(VOCAB_SIZE)}
+    tokenizer = {"model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "t0"}, "added_tokens": []}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a named tiny model, written once."""
+    written: dict[str, Path] = {}
+
+    def find(name: str) -> Path:
+        if name not in written:
+            written[name] = write_tiny_model(tmp_path_factory.mktemp(name), name)
+        return written[name]
+
+    return find
+
+
+@pytest.fixture(scope="session")
+def default_model() -> Path:
+    """The default model's folder; fetched and converted at first."""
+    return fetch_default_model()
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small products gain nothing from threads, and the tests share the machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@dataclass
+class Sequences:
+    """Sequences on one runner's pool: blocks in shuffled order, tables as the scheduler would send them."""
+
+    runner: ModelRunner
+    seed: int = 0
+    tables: dict[str, list[int]] = field(default_factory=dict)
+    free: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.free = list(range(self.runner.info.num_blocks))
+        random.Random(self.seed).shuffle(self.free)
+
+    def share(self, source: str, target: str, num_blocks: int) -> None:
+        """Start `target` with the first blocks of `source`, as a prefix hit does."""
+        self.tables[target] = self.tables[source][:num_blocks]
+
+    def batch(self, *rows: tuple[str, int, list[int]], logits: str = "all") -> Batch:
+        """One step of rows (name, first position, token ids), with logits of all tokens or of each row's last."""
+        block_size = self.runner.info.block_size
+        tables, positions, slots, lengths = [], [], [], []
+        for name, start, token_ids in rows:
+            table = self.tables.setdefault(name, [])
+            while len(table) * block_size < start + len(token_ids):
+                table.append(self.free.pop())
+            tables.append(np.array(table, dtype=np.int32))
+            row_positions = range(start, start + len(token_ids))
+            positions += row_positions
+            slots += [table[p // block_size] * block_size + p % block_size for p in row_positions]
+            lengths.append(len(token_ids))
+        starts = np.concatenate(([0], np.cumsum(lengths)))
+        return Batch(
+            token_ids=np.array([token for row in rows for token in row[2]], dtype=np.int32),
+            positions=np.array(positions, dtype=np.int32),
+            slot_mapping=np.array(slots, dtype=np.int64),
+            query_starts=starts.astype(np.int32),
+            context_lens=np.array([start + len(ids) for _, start, ids in rows], dtype=np.int32),
+            block_tables=tables,
+            logit_indices=np.arange(starts[-1]) if logits == "all" else starts[1:].astype(np.int64) - 1,
+        )
+
+    def run(self, *rows: tuple[str, int, list[int]], logits: str = "all") -> torch.Tensor:
+        return self.runner.forward(self.batch(*rows, logits=logits))
+
+
+@pytest.fixture(scope="session")
+def sequences() -> type[Sequences]:
+    return Sequences
+
+
+@pytest.fixture(scope="session")
+def load_runner() -> Callable[..., ModelRunner]:
+    """Load a folder with a small pool."""
+
+    def load(folder: Path, **options: Any) -> ModelRunner:
+        return ModelRunner.load(folder, **{"dtype": "float32", "device": "cpu", "num_blocks": NUM_BLOCKS, **options})
+
+    return load
