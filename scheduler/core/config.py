@@ -20,7 +20,7 @@ class CoreConfig:
     draft_token_budget: int = 64
     """most tokens that all decode rows of a step may process together, drafts included; k shrinks to fit"""
     watermark: float = 0.01
-    """share of a pool (at least 2 blocks) that admissions leave free while something runs"""
+    """share of a pool that admissions leave free while something runs; at least 2 blocks, and one for each that runs"""
     capacity_wait_s: float = 60.0
     """how long a request without a deadline waits while no worker can take it"""
     row_cost: int = 8

@@ -1,8 +1,8 @@
 """Whether a request could ever run, and how long an answer without max_tokens may become.
 
 A worker holds `capacity` tokens of one sequence: its context, or its whole pool where that is smaller. Fit is asked
-once, of the workers attached at that time. What was taken in is never refused later because workers have gone, it waits;
-and a request resumed here was taken in by an earlier leader.
+once, of the workers attached at that time. What was taken in is not refused later because workers have gone; it waits.
+A request resumed here was taken in by an earlier leader.
 """
 
 from __future__ import annotations

@@ -152,9 +152,9 @@ class WorkerState:
         assert len(rows) == sequence.in_flight, f"{sequence}: {sequence.in_flight} in flight, {len(rows)} found"
         reserved = sum(step.reserved[row] for step, row in rows)
         assert sequence.horizon == len(sequence.token_ids) + reserved, f"{sequence}: horizon {sequence.horizon}"
-        assert sequence.planned == sequence.computed + sum(step.num_prefill[row] for step, row in rows) or (
-            sequence.computed >= sequence.prefill_end
-        ), f"{sequence}: planned {sequence.planned}"
+        if sequence.state is not State.CLOSING and sequence.computed < sequence.prefill_end:
+            prefilling = sum(step.num_prefill[row] for step, row in rows)
+            assert sequence.planned == sequence.computed + prefilling, f"{sequence}: planned {sequence.planned}"
         assert sequence.capacity == len(sequence.blocks) * size, f"{sequence}: capacity {sequence.capacity}"
         assert sequence.limit is not None
         assert len(sequence.token_ids) <= sequence.limit, f"{sequence}: beyond its limit"
