@@ -87,13 +87,14 @@ def likeliest(logits: torch.Tensor, count: int) -> torch.Tensor:
     """Ids [P, count] of the largest logits [P, V], by falling logit and rising id; no NaN, count ≤ V."""
     if count == 0:
         return torch.empty((len(logits), 0), dtype=torch.int64, device=logits.device)
-    values, ids = logits.topk(count)
-    # topk leaves open which of equal values it takes at the edge, and their order.
-    ids = ids.sort(-1).values
-    edge = values[:, -1:]
-    for row in torch.nonzero((logits >= edge).sum(-1) > count).flatten().tolist():
-        above = torch.nonzero(logits[row] > edge[row]).flatten()
-        level = torch.nonzero(logits[row] == edge[row]).flatten()
-        ids[row] = torch.cat([above, level[: count - len(above)]]).sort().values
+    values, ids = logits.topk(min(count + 1, logits.shape[-1]))
+    # topk leaves open in which order equal values come, and which of them it takes at the edge.
+    ids = ids[:, :count].sort(-1).values
+    if values.shape[-1] > count:
+        for row in torch.nonzero(values[:, count - 1] == values[:, count]).flatten().tolist():
+            edge = values[row, count]
+            above = torch.nonzero(logits[row] > edge).flatten()
+            level = torch.nonzero(logits[row] == edge).flatten()
+            ids[row] = torch.cat([above, level[: count - len(above)]]).sort().values
     order = logits.gather(-1, ids).sort(dim=-1, descending=True, stable=True).indices
     return ids.gather(-1, order)

@@ -102,8 +102,9 @@ def _truncate(
     chosen = [params[row] for row in rows]
     limits = [_limit(wish, vocab_size) for wish in chosen]
     at = torch.tensor(rows, device=device)
-    ordered = likeliest(scores[at], window)
-    ranked = scores[at].gather(-1, ordered)
+    some = scores if len(rows) == len(scores) else scores[at]
+    ordered = likeliest(some, window)
+    ranked = some.gather(-1, ordered)
     probabilities = portable.exp(ranked)
     kept = torch.arange(window, device=device) < torch.tensor(limits, device=device)[:, None]
     kept &= ranked > BANNED
@@ -140,7 +141,8 @@ def _share(top_p: float, total: int) -> int:
 def _total_weights(scores: torch.Tensor, rows: list[int]) -> list[int]:
     if not rows:
         return []
-    totals: list[int] = portable.weights_of(portable.exp(scores[rows])).sum(-1).tolist()
+    some = scores if len(rows) == len(scores) else scores[rows]
+    totals: list[int] = portable.weights_of(portable.exp(some)).sum(-1).tolist()
     return totals
 
 
