@@ -146,10 +146,10 @@ def generate(fake: FakeEngine, params: SamplingParams, count: int, seed: int = 1
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_text_is_printable_varied_and_sometimes_ends(temperature: float) -> None:
-    known = generate(engine(600), SamplingParams(temperature=temperature), 2000)
+    known = generate(engine(600), SamplingParams(temperature=temperature), 1200)
     counts = Counter(known)
     assert set(counts) <= {*PRINTABLE, EOS_TOKEN_ID}
-    assert 0 < counts[EOS_TOKEN_ID] < 30
+    assert 0 < counts[EOS_TOKEN_ID] < 20
     entropy = -sum(n / len(known) * math.log(n / len(known)) for n in counts.values())
     assert entropy > 4.2  # of log 95 = 4.55
     assert generate(engine(600), SamplingParams(temperature=temperature), 50) == known[:52]
