@@ -66,6 +66,12 @@ def made_from() -> dict[str, str]:
     return stamp if isinstance(stamp, dict) and (VENV / "bin" / "python").exists() else {}
 
 
+def write_stamp(stamp: dict[str, str]) -> None:
+    temporary = STAMP.with_suffix(".new")
+    temporary.write_text(json.dumps(stamp, indent=1))
+    os.replace(temporary, STAMP)
+
+
 def make_venv() -> None:
     """A fresh `.venv`; raises SetupError where this Python can't make one."""
     if importlib.util.find_spec("ensurepip") is None:
@@ -122,7 +128,9 @@ def explain(log: list[str]) -> str:
         advice.append("The package index can't be reached: check the network, or pip's own settings (pip config list).")
     if shutil.which("gcc") is None and re.search(r"(gcc|cc).*(not found|failed)|unable to execute", text):
         advice.append("A package must be compiled here and there is no compiler:  sudo apt install gcc python3-dev")
-    if "No matching distribution found" in text:
+    if "(from versions: none)" in text:
+        advice.append("The package index offers nothing: check the network, or pip's own settings (pip config list).")
+    elif "No matching distribution found" in text:
         advice.append(f"A pinned package has no build for Python {sys.version.split()[0]} on this machine.")
     last = [line for line in log if line and not line.startswith("Progress ")][-15:]
     return "\n".join(["pip install failed. Its last lines:", *last, *advice])
@@ -162,7 +170,10 @@ def show(line: str) -> None:
 
 def interesting(line: str) -> Iterator[str]:
     """The part of a line of pip's that people want to see."""
-    found = re.match(r"\s*(Collecting|Downloading|Building|Installing|Preparing|Using cached)\s+(\S+)", line)
+    if line.startswith("Installing collected packages"):
+        yield "unpacking what was downloaded"
+        return
+    found = re.match(r"\s*(Collecting|Downloading|Using cached)\s+(\S+)", line)
     if found:
         yield f"{found[1].lower()} {found[2].rsplit('/', 1)[-1]}"
 
@@ -179,18 +190,18 @@ def main() -> int:
     try:
         if any(present.get(key) != target[key] for key in ("place", "python")):
             make_venv()
-            present = {}
+            # Where installing fails, the next run goes on from here.
+            present = {key: target[key] for key in ("place", "python")}
+            write_stamp(present)
         if present.get("packages") != target["packages"]:
-            STAMP.unlink(missing_ok=True)
+            write_stamp({key: target[key] for key in ("place", "python")})
             install()
         else:
             generate_stubs()
     except SetupError as error:
         say(str(error))
         return 1
-    temporary = STAMP.with_suffix(".new")
-    temporary.write_text(json.dumps(target, indent=1))
-    os.replace(temporary, STAMP)
+    write_stamp(target)
     say("ready: .venv")
     return 0
 
