@@ -146,6 +146,12 @@ def test_repeated_and_overlapping_news_count_once(
     assert merged(deltas)[1] == (body or [97])
 
 
+def test_a_stop_string_may_end_with_the_last_token_of_min_tokens(byte_text: ModelText) -> None:
+    stream = choice(byte_text, StopRules(strings=("b",), min_tokens=3))
+    assert stream.accept(news(list(b"bbbb"), 0)) == 3
+    assert stream.finish == Finish(FinishReason.STOP, stop_string="b")
+
+
 def test_text_after_a_stop_has_no_tokens_either(byte_text: ModelText) -> None:
     stream = choice(byte_text, StopRules(strings=("!",)))
     assert stream.accept(news(list(b"ab!cd"), 0)) == 3
