@@ -16,9 +16,10 @@ import torch
 from gguf import GGMLQuantizationType, GGUFReader
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-from engine.errors import IncompleteModel, ModelError, UnsupportedModel
+from engine.errors import IncompleteModel, UnsupportedModel
 from engine.model_cache import cached_model
 from engine.progress import Progress
+from engine.quiet import quiet_transformers
 
 _VERSION = 1
 """Part of an entry's name: raised when the conversion changes, so that old entries are left alone."""
@@ -42,27 +43,27 @@ def convert_gguf(file: Path, folder: Path, progress: Progress | None = None) -> 
     report = progress or (lambda text, share: None)
     report(f"reading {file.name}", 0.0)
     dtype, eos_token_ids = _inspect(file)
+    report(f"unpacking {file.name}", 0.05)
     try:
-        report(f"unpacking {file.name}", 0.05)
-        model = AutoModelForCausalLM.from_pretrained(
-            file.parent,
-            gguf_file=file.name,
-            quantization_config=GgufConfig(gguf_file=file.name, dequantize=True),
-            dtype=dtype,
-            local_files_only=True,
-        )
-        report(f"reading the tokenizer of {file.name}", 0.7)
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, local_files_only=True)
-    except ModelError:
-        raise
+        with quiet_transformers():
+            model = AutoModelForCausalLM.from_pretrained(
+                file.parent,
+                gguf_file=file.name,
+                quantization_config=GgufConfig(gguf_file=file.name, dequantize=True),
+                dtype=dtype,
+                local_files_only=True,
+            )
+            report(f"reading the tokenizer of {file.name}", 0.7)
+            tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, local_files_only=True)
     except Exception as error:  # transformers and gguf raise anything here; the file is what is wrong
         raise UnsupportedModel(f"{file} can't be converted: {error}") from error
     report("writing the converted model", 0.8)
     if eos_token_ids:
         model.generation_config.eos_token_id = eos_token_ids if len(eos_token_ids) > 1 else eos_token_ids[0]
     model.config.name_or_path = file.stem
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    with quiet_transformers():
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
     _name_fast_tokenizer(folder / "tokenizer_config.json")
     # Generated text is decoded by these ids, so a vocabulary that can't spell a text is worth a warning at once.
     spelled = tokenizer.decode(tokenizer(_PROBE_TEXT, add_special_tokens=False).input_ids)

@@ -17,6 +17,7 @@ from engine.errors import IncompleteModel, UnsupportedModel
 from engine.kv_cache import LayerShape
 from engine.linear import TILE_ROWS, tile_layers
 from engine.progress import Progress
+from engine.quiet import quiet_transformers
 from engine.rotary import tabulate_rotary
 
 _EXPERTS_IMPLEMENTATION = "batched_mm"
@@ -86,18 +87,21 @@ def load_transformers_model(
         progress("loading weights", None)
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            folder,
-            config=config,
-            dtype=dtype,
-            attn_implementation=ATTENTION_NAME,
-            experts_implementation=_EXPERTS_IMPLEMENTATION,
-            local_files_only=True,
-            output_loading_info=True,
-        )
+        with quiet_transformers():
+            model, info = AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=config,
+                dtype=dtype,
+                attn_implementation=ATTENTION_NAME,
+                experts_implementation=_EXPERTS_IMPLEMENTATION,
+                local_files_only=True,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # told below, by name
+            )
     except OSError as error:
         raise IncompleteModel(f"{folder}: {error}") from error
-    missing = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
+    missing = sorted(info["missing_keys"])
+    missing += sorted(f"{name} ({list(found)} instead of {list(own)})" for name, found, own in info["mismatched_keys"])
     if missing:
         shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
         raise IncompleteModel(f"{folder}: the weight files lack or contradict {shown}")

@@ -149,8 +149,8 @@ def default_model() -> Path:
     return fetch_default_model()
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> Iterator[None]:
     """Small products gain nothing from threads, and the tests share the machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -213,6 +213,8 @@ def load_runner() -> Callable[..., ModelRunner]:
     """Load a folder with a small pool."""
 
     def load(folder: Path, **options: Any) -> ModelRunner:
-        return ModelRunner.load(folder, **{"dtype": "float32", "device": "cpu", "num_blocks": NUM_BLOCKS, **options})
+        return ModelRunner.load(
+            folder, **{"dtype": "float32", "device": "cpu", "num_blocks": NUM_BLOCKS, "threads": 1, **options}
+        )
 
     return load

@@ -1,0 +1,140 @@
+"""Promise 1 at the engine: a token's logits have the same bits however the work is cut and whoever else is in the batch."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+PROMPT_LENGTH = 140
+"""more than two key tiles, and beyond the sliding windows"""
+
+
+def token_by_token(state, name, token_ids):
+    return torch.cat([state.run((name, position, [token])) for position, token in enumerate(token_ids)])
+
+
+def in_chunks(state, name, token_ids, size, start=0):
+    return torch.cat(
+        [state.run((name, first, token_ids[first : first + size])) for first in range(start, len(token_ids), size)]
+    )
+
+
+def draw_tokens(seed, length, vocab_size=203):
+    draw = random.Random(seed)
+    return [draw.randrange(3, vocab_size) for _ in range(length)]
+
+
+def assert_same_bits(actual, expected, what):
+    assert actual.shape == expected.shape
+    different = (actual.view(torch.int32) != expected.view(torch.int32)).any(dim=-1).nonzero().flatten().tolist()
+    assert not different, f"{what}: rows {different[:10]} of {len(actual)} differ"
+
+
+@pytest.fixture(
+    params=[
+        ("llama-grouped-biases", "float32"),
+        ("llama-grouped-biases", "bfloat16"),
+        ("gemma2-soft-capping-sliding", "float32"),
+        ("gemma2-soft-capping-sliding", "bfloat16"),
+        ("phi-full-partial-rotary-biases", "float32"),
+        ("qwen3-moe", "float32"),
+    ],
+    ids="/".join,
+    scope="module",
+)
+def runner(request, tiny_model, load_runner):
+    name, dtype = request.param
+    return load_runner(tiny_model(name), dtype=dtype)
+
+
+@pytest.fixture(scope="module")
+def alone(runner, sequences):
+    """The reference: each token of the prompt computed in a step of its own."""
+    return token_by_token(sequences(runner), "alone", draw_tokens(1, PROMPT_LENGTH))
+
+
+def test_prefill_chunks_and_verification(runner, sequences, alone):
+    prompt = draw_tokens(1, PROMPT_LENGTH)
+    state = sequences(runner, seed=3)
+    assert_same_bits(state.run(("whole", 0, prompt)), alone, "one prefill")
+    assert_same_bits(in_chunks(state, "sevens", prompt, 7), alone, "chunks of 7")
+    assert_same_bits(in_chunks(state, "fives", prompt, 5), alone, "verification of 5 at a time")
+    assert_same_bits(in_chunks(state, "thirties", prompt, 33), alone, "chunks of 33")
+
+
+def test_in_a_batch_of_thirteen(runner, sequences, alone):
+    """One token of the prompt per step, at changing places among twelve neighbours that prefill, verify and decode."""
+    prompt = draw_tokens(1, PROMPT_LENGTH)
+    state = sequences(runner, seed=4)
+    draw = random.Random(5)
+    lengths = dict.fromkeys((f"n{index}" for index in range(12)), 0)
+    found = []
+    for position, token in enumerate(prompt):
+        rows = []
+        for name, length in lengths.items():
+            length = 0 if length > 90 else length  # begins anew over its old blocks
+            tokens = draw_tokens(draw.random(), draw.choice((1, 1, 1, 5, 12)))
+            rows.append((name, length, tokens))
+            lengths[name] = length + len(tokens)
+        place = draw.randrange(13)
+        rows.insert(place, ("x", position, [token]))
+        logits = state.run(*rows, logits="last")
+        found.append(logits[place])
+    assert_same_bits(torch.stack(found), alone, "batch of 13")
+
+
+def test_prefix_hit(runner, sequences, alone):
+    """The tail computed over blocks that another sequence, with another tail, has filled."""
+    prompt = draw_tokens(1, PROMPT_LENGTH)
+    state = sequences(runner, seed=6)
+    shared = 6 * runner.info.block_size
+    in_chunks(state, "first", prompt[:shared] + draw_tokens(8, 40), 50)
+    state.share("first", "second", 6)
+    tail = state.run(("second", shared, prompt[shared:]), ("other", 0, draw_tokens(9, 20)))[: PROMPT_LENGTH - shared]
+    assert_same_bits(tail, alone[shared:], "prefix hit")
+
+
+def test_rejected_drafts_leave_no_trace(runner, sequences, alone):
+    """KV of wrong draft tokens is overwritten by the right ones."""
+    prompt = draw_tokens(1, PROMPT_LENGTH)
+    state = sequences(runner, seed=7)
+    found = []
+    for position, token in enumerate(prompt):
+        found.append(state.run(("x", position, [token, *draw_tokens(position, 4)]))[0])
+    assert_same_bits(torch.stack(found), alone, "after rejected drafts")
+
+
+def test_other_block_sizes(tiny_model, load_runner, sequences):
+    prompt = draw_tokens(1, PROMPT_LENGTH)
+    expected = None
+    for block_size in (8, 16, 64):
+        runner = load_runner(tiny_model("llama-grouped-biases"), block_size=block_size)
+        logits = in_chunks(sequences(runner), "x", prompt, 40)
+        expected = logits if expected is None else expected
+        assert_same_bits(logits, expected, f"block size {block_size}")
+    with pytest.raises(ValueError, match="block_size 24"):
+        load_runner(tiny_model("llama-grouped-biases"), block_size=24)
+
+
+def test_two_threads(tiny_model, load_runner, sequences):
+    prompt = draw_tokens(1, 70)
+    for dtype in ("float32", "bfloat16"):
+        runner = load_runner(tiny_model("llama-grouped-biases"), dtype=dtype, threads=2)
+        expected = sequences(runner).run(("alone", 0, prompt))
+        state = sequences(runner)
+        assert_same_bits(token_by_token(state, "x", prompt[:20]), expected[:20], f"{dtype}, two threads, one by one")
+        assert_same_bits(in_chunks(state, "x", prompt, 25, start=20), expected[20:], f"{dtype}, two threads, in chunks")
+
+
+@pytest.mark.real_model
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_real_model(dtype, default_model, load_runner, sequences):
+    runner = load_runner(default_model, dtype=dtype)
+    prompt = draw_tokens(2, 24, 49152)
+    state = sequences(runner)
+    alone = token_by_token(state, "alone", prompt)
+    together = state.run(*((f"n{index}", 0, draw_tokens(index, 9, 49152)) for index in range(12)), ("x", 0, prompt))
+    assert_same_bits(together[-len(prompt) :], alone, "prefill among twelve")
+    assert_same_bits(in_chunks(state, "sevens", prompt, 7), alone, "chunks of 7")
