@@ -17,28 +17,35 @@ from cli.plan import ChildSpec
 
 LAUNCHER = Path(__file__).with_name("launcher.py")
 _READY = re.compile(r"READY (\S+) (\S+)")
-_LINE_LIMIT = 2**20
+_LONGEST_LINE = 2**20
 _NUM_LAST_LINES = 20
+
+
+OnLine = Callable[[str, str], None]
+"""Takes the child's name and one line"""
 
 
 class Child:
     """A running process of one spec; start another object for a restart.
 
     `ready` resolves to the address of the ready line (`READY <service> <address>` on its stdout) or is cancelled when
-    the process ends before. Everything else that it writes goes to `on_line`, one call a line.
+    the process ends before. Everything else that it writes goes to `on_line`, one call a line, and lines that are still
+    being redrawn (progress bars) to `on_progress`.
     """
 
-    def __init__(self, spec: ChildSpec, process: Process, on_line: Callable[[str, str], None]) -> None:
+    def __init__(self, spec: ChildSpec, process: Process, on_line: OnLine, on_progress: OnLine) -> None:
         self.spec = spec
         self.ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.last_lines: deque[str] = deque(maxlen=_NUM_LAST_LINES)
         self._process = process
         self._on_line = on_line
+        self._on_progress = on_progress
         self._exit = asyncio.create_task(self._read_until_exit())
 
     @classmethod
-    async def start(cls, spec: ChildSpec, on_line: Callable[[str, str], None], python: str = sys.executable) -> Child:
+    async def start(cls, spec: ChildSpec, on_line: OnLine, on_progress: OnLine = lambda name, text: None) -> Child:
         """Start the process. Its own session: a terminal's Ctrl-C reaches the supervisor alone, which drains."""
+        python = sys.executable
         process = await asyncio.create_subprocess_exec(
             *(python, "-I", "-S", str(LAUNCHER), str(os.getpid()), python, *spec.arguments()),
             stdin=asyncio.subprocess.DEVNULL,
@@ -46,9 +53,8 @@ class Child:
             stderr=PIPE,
             env={**dict(spec.env), **os.environ, "PYTHONUNBUFFERED": "1"},
             start_new_session=True,
-            limit=_LINE_LIMIT,
         )
-        return cls(spec, process, on_line)
+        return cls(spec, process, on_line, on_progress)
 
     @property
     def pid(self) -> int:
@@ -102,18 +108,20 @@ class Child:
         return status
 
     async def _read(self, stream: asyncio.StreamReader, on_line: Callable[[str], None]) -> None:
-        while True:
-            try:
-                data = await stream.readline()
-            except ValueError:  # longer than the limit: the reader has dropped it
-                on_line("… (a line too long to show)")
-                continue
-            if not data:
-                return
-            # Progress bars redraw a line with carriage returns; the last drawing counts.
-            line = data.decode("utf-8", "replace").rstrip("\r\n").rsplit("\r", 1)[-1].rstrip()
-            if line:
-                on_line(line)
+        rest = b""
+        while data := await stream.read(2**16):
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                text = _shown(line)
+                if text:
+                    on_line(text)
+            # A progress bar redraws its line after each carriage return; nobody needs the older drawings.
+            if b"\r" in rest:
+                rest = b"\r" + rest.rstrip(b"\r").rpartition(b"\r")[2]
+                self._on_progress(self.spec.name, _shown(rest))
+            rest = rest[-_LONGEST_LINE:]
+        if text := _shown(rest):
+            on_line(text)
 
     def _stdout_line(self, line: str) -> None:
         match = _READY.fullmatch(line)
@@ -125,3 +133,8 @@ class Child:
     def _stderr_line(self, line: str) -> None:
         self.last_lines.append(line)
         self._on_line(self.spec.name, line)
+
+
+def _shown(line: bytes) -> str:
+    """A line as it stands on a terminal after its carriage returns."""
+    return line.decode("utf-8", "replace").rstrip("\r").rpartition("\r")[2].rstrip()

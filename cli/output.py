@@ -23,6 +23,7 @@ class Output:
         self._colours: dict[str, str] = {}
         self._held: list[Text] | None = None
         self._status: Status | None = None
+        self._what = ""
 
     def line(self, name: str, line: str) -> None:
         """Show one line of a child, or keep it while the terminal is held."""
@@ -52,11 +53,18 @@ class Output:
         if not self.console.is_terminal:
             yield
             return
-        with self.console.status(what) as self._status:
+        with self.console.status(Text(what)) as self._status:
+            self._what = what
             yield
         self._status = None
 
     def now_waiting(self, what: str) -> None:
         """Change what the spinner says."""
+        self._what = what
         if self._status is not None:
-            self._status.update(what)
+            self._status.update(Text(what))
+
+    def progress(self, name: str, text: str) -> None:
+        """A child's progress bar, beside what is awaited."""
+        if self._status is not None:
+            self._status.update(Text(f"{self._what}: {name} {text}"))

@@ -13,16 +13,15 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cli.child import Child
+from cli.child import Child, OnLine
 from cli.lifecycle import Event, Lifecycle, RestartPolicy, State, describe_exit
 from cli.plan import ChildSpec
 
-OnLine = Callable[[str, str], None]
 NAME = "tandem"
 # Time, level and service of a log line (see cluster.logs).
 _LOG_PREFIX = re.compile(r"^\d\d:\d\d:\d\d\.\d+ +[A-Z]+ +\S+ +")
@@ -68,10 +67,17 @@ class Member:
 class Supervisor:
     """Owns the members. Everything happens on one event loop."""
 
-    def __init__(self, on_line: OnLine, policy: RestartPolicy | None = None, state_file: Path | None = None) -> None:
+    def __init__(
+        self,
+        on_line: OnLine,
+        policy: RestartPolicy | None = None,
+        state_file: Path | None = None,
+        on_progress: OnLine = lambda name, text: None,
+    ) -> None:
         self.failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.members: dict[str, Member] = {}
         self._on_line = on_line
+        self._on_progress = on_progress
         self._policy = policy or RestartPolicy()
         self._state_file = state_file
         self._killing = False
@@ -118,7 +124,15 @@ class Supervisor:
 
     async def _supervise(self, member: Member) -> None:
         while True:
-            child = await Child.start(member.spec, self._on_line)
+            try:
+                child = await Child.start(member.spec, self._on_line, self._on_progress)
+            except OSError as error:  # no memory, no process left, …
+                if member.lifecycle.state is State.STOPPING:
+                    member.lifecycle.apply(Event.EXIT)
+                    return
+                if not await self._back_off(member, [f"no process can be started: {error}"], 1):
+                    return
+                continue
             member.child = child
             # Told to stop while the process was being made.
             if self._killing:
@@ -134,7 +148,7 @@ class Supervisor:
                 member.lifecycle.apply(Event.EXIT)
                 self._write_state()
                 return
-            if not await self._back_off(member, child, status):
+            if not await self._back_off(member, child.last_lines, status):
                 return
 
     async def _announce(self, member: Member, child: Child) -> None:
@@ -147,7 +161,7 @@ class Supervisor:
             member.ready.set()
             self._write_state()
 
-    async def _back_off(self, member: Member, child: Child, status: int) -> bool:
+    async def _back_off(self, member: Member, last_lines: Collection[str], status: int) -> bool:
         """Report the exit and wait; whether to start again."""
         member.ready.clear()
         delay_s = member.lifecycle.exited(status, time.monotonic())
@@ -155,7 +169,7 @@ class Supervisor:
         name = member.spec.name
         if delay_s is None:
             if not self.failed.done():
-                self.failed.set_result(f"{name} can't start ({describe_exit(status)}): {reason_of(child.last_lines)}")
+                self.failed.set_result(f"{name} can't start ({describe_exit(status)}): {reason_of(last_lines)}")
             return False
         self._on_line(NAME, f"{name} died ({describe_exit(status)}); starting it again in {delay_s:.1f} s")
         with contextlib.suppress(TimeoutError):

@@ -145,7 +145,7 @@ class Cluster:
 
     async def run(self, *, demo: bool) -> int:
         """Start, serve until told to stop, drain; the exit status."""
-        supervisor = Supervisor(self._output.line, state_file=self._state_file)
+        supervisor = Supervisor(self._output.line, state_file=self._state_file, on_progress=self._output.progress)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._on_signal, number.name)

@@ -21,6 +21,8 @@ parser.add_argument("--say", default="")
 parser.add_argument("--exit-before", type=int)
 parser.add_argument("--kill-before", type=int)
 parser.add_argument("--crashes", default="")
+parser.add_argument("--bar")
+parser.add_argument("--say-long", type=int, default=0)
 parser.add_argument("--deaf", default="")
 args = parser.parse_args()
 
@@ -29,6 +31,13 @@ def note(what):
         journal.write(f"{args.name} {what}\\n")
 
 note(f"started {os.getpid()}")
+if args.bar:
+    for share in range(0, 101, 10):
+        sys.stderr.write(f"\\rloading {share}%")
+        sys.stderr.flush()
+    sys.stderr.write("\\n")
+if args.say_long:
+    print("x" * args.say_long, file=sys.stderr)
 if args.say:
     print(args.say, file=sys.stderr)
 if args.exit_before is not None:

@@ -133,6 +133,13 @@ def test_the_reason_is_the_last_line(lines: list[str], reason: str) -> None:
     assert reason_of(lines) == reason
 
 
+async def test_a_process_that_can_not_be_made_ends_the_cluster(stub: Any) -> None:
+    """The command line is longer than the system takes."""
+    supervisor = Supervisor(Lines(), FAST)
+    with pytest.raises(ClusterFailed, match=r"^a can't start .*: no process can be started: .*too long"):
+        await supervisor.start([stub("a", say="x" * 2_000_000)])
+
+
 async def test_a_child_that_is_killed_at_start_gets_three_tries(stub: Any, journal: Path) -> None:
     supervisor = Supervisor(Lines(), FAST)
     with pytest.raises(ClusterFailed, match=r"SIGKILL; is memory short\?"):
@@ -153,6 +160,18 @@ async def test_a_child_that_was_ready_is_never_given_up(stub: Any, journal: Path
     member.spec = stub("a", port=address.rpartition(":")[2])
     await running_again(supervisor, "a", pid)
     await supervisor.stop(["a"], 5)
+
+
+async def test_a_progress_bar_is_one_line_in_the_end(stub: Any) -> None:
+    lines, bars = Lines(), Lines()
+    supervisor = Supervisor(lines, FAST, on_progress=bars)
+    await supervisor.start([stub("a", bar="yes", say_long=3_000_000)])
+    await supervisor.stop(["a"], 5)
+    assert [line for _, line in lines.lines if "loading" in line] == ["loading 100%"]
+    assert bars.lines
+    assert all(line.startswith("loading ") and line.count("loading") == 1 for _, line in bars.lines)
+    # A line without end doesn't fill the memory, nor block the child.
+    assert 0 < len(next(line for _, line in lines.lines if line.startswith("x"))) <= 2**20 + 2**16
 
 
 async def test_the_users_environment_wins(stub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
