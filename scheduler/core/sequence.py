@@ -43,8 +43,8 @@ class State(Enum):
 TRANSITIONS: dict[State, frozenset[State]] = {
     State.HELD: frozenset({State.WAITING, State.DONE}),
     State.WAITING: frozenset({State.RUNNING, State.DONE}),
-    State.RUNNING: frozenset({State.WAITING, State.LEAVING, State.CLOSING, State.DONE}),
-    State.LEAVING: frozenset({State.WAITING, State.CLOSING, State.DONE}),
+    State.RUNNING: frozenset({State.WAITING, State.LEAVING, State.CLOSING}),
+    State.LEAVING: frozenset({State.WAITING, State.CLOSING}),
     State.CLOSING: frozenset({State.DONE}),
     State.DONE: frozenset(),
 }

@@ -39,6 +39,8 @@ class Clients:
         """tokens received from the present scheduler"""
         self.progressed: set[tuple[object, int]] = set()
         """choices that received a token since somebody looked"""
+        self.news: list[Update | Failure] = []
+        """whatever was told, for a reader of scenarios"""
 
     def __getitem__(self, key: object) -> Client:
         return self.by_key[key]
@@ -55,6 +57,7 @@ class Clients:
     def take(self, news: Iterable[Update | Failure], now: float) -> None:
         """News from the scheduler. Asserts that each is what its client must get next."""
         for item in news:
+            self.news.append(item)
             if isinstance(item, Failure):
                 self._take_failure(item, now)
             else:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from scheduler.core.config import CoreConfig
 from scheduler.core.scheduler import Scheduler
 from scheduler.core.sequence import SUSPECT_CRASHES, RequestSpec, Sequence, State
-from scheduler.core.step import Refusal, StepOutcome
+from scheduler.core.step import Refusal, Step, StepOutcome
 from scheduler.core.worker_state import Resident, WorkerSpec
 from tests.scheduler.core.clients import Clients
 from tests.scheduler.core.model_worker import DraftPolicy, ModelWorker, WireStep, no_drafts, to_wire
@@ -50,6 +50,7 @@ class Simulation:
         """request key → the output index at which it kills its worker"""
         self.crashes: dict[Choice, int] = {}
         self.resumed_with_tokens = 0
+        self.last_step: Step | None = None
         self.attempt = 0
 
     # ------------------------------------------------------------------------------------------------- requests
@@ -91,7 +92,7 @@ class Simulation:
 
     def plan(self, worker_id: str) -> bool:
         """One more step is sent to a worker, if the core wants it."""
-        step = self.core.plan(worker_id)
+        step = self.last_step = self.core.plan(worker_id)
         if step is None:
             self.check()
             return False
@@ -266,13 +267,20 @@ class Simulation:
             moved |= self.apply(name)
         return moved
 
-    def run_dry(self, max_rounds: int = 4000) -> None:
-        """Go on until nothing moves, and then nothing may be left that could."""
-        for _ in range(max_rounds):
-            if not self.round():
-                self.check_quiescent()
-                return
-        raise AssertionError(f"still at work after {max_rounds} rounds: {self.core.num_waiting} wait")
+    def run_dry(self, patience: int = 300) -> None:
+        """Go on until nothing moves, and then nothing may be left that could.
+
+        Moving without getting anywhere is a livelock: within `patience` rounds somebody gets a token or an end.
+        """
+        best, since = -1, 0
+        while self.round():
+            counters = self.core.counters
+            ended = counters.requests_finished + counters.requests_cancelled + counters.requests_failed
+            if self.clients.delivered + ended > best:
+                best, since = self.clients.delivered + ended, 0
+            since += 1
+            assert since < patience, f"{patience} rounds without a token: {self.core.num_waiting} wait"
+        self.check_quiescent()
 
     def check_quiescent(self) -> None:
         """The watchdog: nothing in flight and nothing planned means that nothing could be done."""
