@@ -17,6 +17,9 @@ class Mutant:
 
 
 CORE = ("tests/scheduler",)
+WORKER = ("tests/worker",)
+GATEWAY = ("tests/gateway",)
+NOISE = ("tests/engine/test_noise.py", "tests/engine/test_sampler.py", "tests/engine/test_portable.py")
 
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
@@ -102,5 +105,117 @@ MUTANTS: tuple[Mutant, ...] = (
         "            level.clients.move_to_end(client)\n",
         "            level.clients.move_to_end(client, last=False)\n",
         CORE,
+    ),
+    Mutant(
+        "rejected-draft-emitted",
+        "worker/verification.py",
+        "while accepted < num_draft and sampled[accepted] == draft[accepted]:",
+        "while accepted < num_draft and sampled[accepted] != -1:",
+        WORKER,
+    ),
+    Mutant(
+        "bonus-dropped",
+        "worker/verification.py",
+        "    emitted = accepted + 1\n",
+        "    emitted = max(1, accepted)\n",
+        WORKER,
+    ),
+    Mutant(
+        "stop-inside-accepted-run-missed",
+        "worker/verification.py",
+        "if sampled[accepted] in stop_token_ids or accepted + 1 >= max_new_tokens:",
+        "if accepted + 1 >= max_new_tokens:",
+        WORKER,
+    ),
+    Mutant(
+        "history-without-the-draft",
+        "worker/executor.py",
+        "rows.append(SampleRow(params, seed, first + j, tokens, num_prompt, draft[:j]))",
+        "rows.append(SampleRow(params, seed, first + j, tokens, num_prompt, []))",
+        WORKER,
+    ),
+    Mutant(
+        "noise-of-the-wrong-index",
+        "worker/executor.py",
+        "rows.append(SampleRow(params, seed, first + j, tokens",
+        "rows.append(SampleRow(params, seed, first, tokens",
+        WORKER,
+    ),
+    Mutant(
+        "draft-beyond-capacity",
+        "worker/executor.py",
+        "limit = min(max_draft, capacity - known, ",
+        "limit = min(max_draft, ",
+        WORKER,
+    ),
+    Mutant(
+        "stale-tail-used",
+        "worker/tails.py",
+        "if offset < 0 or tokens[tail.base :] != tail.token_ids[:offset]:",
+        "if offset < 0:",
+        WORKER,
+    ),
+    Mutant(
+        "stale-step-executed",
+        "worker/attachment.py",
+        "if (step.term, step.epoch) != (self._term, self._epoch) or step.number <= self._issued:",
+        "if step.number <= self._issued:",
+        WORKER,
+    ),
+    Mutant(
+        "slot-mapping-off-by-one",
+        "worker/batching.py",
+        "slot_mapping += positions % block_size",
+        "slot_mapping += (positions + 1) % block_size",
+        WORKER,
+    ),
+    Mutant(
+        "repeated-token-forwarded",
+        "gateway/streams.py",
+        "        token_ids = news.token_ids[skipped:]\n",
+        "        token_ids = news.token_ids\n",
+        GATEWAY,
+    ),
+    Mutant(
+        "gap-forwarded",
+        "gateway/streams.py",
+        "        if news.first_token_index > known:\n",
+        "        if news.first_token_index > known + 1:\n",
+        GATEWAY,
+    ),
+    Mutant(
+        "min-tokens-ignored-by-stops",
+        "gateway/streams.py",
+        "        armed = len(self.tokens) >= self._stop.min_tokens\n",
+        "        armed = True\n",
+        GATEWAY,
+    ),
+    Mutant(
+        "held-back-text-lost",
+        "gateway/streams.py",
+        "        self._text.append(self._matcher.flush())\n",
+        "        self._matcher.flush()\n",
+        GATEWAY,
+    ),
+    Mutant(
+        "choices-share-a-seed",
+        "engine/noise.py",
+        "    return _mix64(_mix64(seed ^ CHOICE) + choice * GOLDEN)",
+        "    return _mix64(_mix64(seed ^ CHOICE) + GOLDEN)",
+        NOISE,
+    ),
+    Mutant(
+        "noise-can-reach-one",
+        "engine/noise.py",
+        ".mul_(2.0**-32).clamp_(max=_BELOW_ONE)",
+        ".mul_(2.0**-32)",
+        NOISE,
+    ),
+    Mutant(
+        "noise-ignores-the-index",
+        "engine/noise.py",
+        "(output_index + 1) * GOLDEN",
+        "GOLDEN",
+        NOISE,
     ),
 )
