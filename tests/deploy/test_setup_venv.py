@@ -1,0 +1,140 @@
+"""`make setup`: what it does again after which change, and what it says when something is missing."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def setup_venv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script, in a small copy of the project, with everything that takes time replaced by a note."""
+    for name in ("pyproject.toml", "hatch_build.py"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "deploy").mkdir()
+    script = shutil.copy(ROOT / "deploy" / "setup_venv.py", tmp_path / "deploy")
+    (tmp_path / "protos").mkdir()
+    (tmp_path / "protos" / "a.proto").write_text("syntax")
+    spec = importlib.util.spec_from_file_location("setup_venv_under_test", script)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    done: list[str] = []
+    monkeypatch.setattr(module, "done", done, raising=False)
+
+    def make_venv() -> None:
+        done.append("venv")
+        (tmp_path / ".venv" / "bin").mkdir(parents=True, exist_ok=True)
+        (tmp_path / ".venv" / "bin" / "python").touch()
+
+    def generate() -> None:
+        done.append("stubs")
+        (tmp_path / "protos" / "a_pb2.py").touch()
+
+    def install() -> None:
+        done.append("install")
+        generate()
+
+    monkeypatch.setattr(module, "make_venv", make_venv)
+    monkeypatch.setattr(module, "install", install)
+    monkeypatch.setattr(module, "generate_stubs", generate)
+    return module
+
+
+def steps(module: ModuleType) -> list[str]:
+    """What one run did."""
+    module.done.clear()
+    assert module.main() == 0
+    return list(module.done)
+
+
+def test_nothing_is_done_twice(setup_venv: ModuleType, tmp_path: Path) -> None:
+    assert steps(setup_venv) == ["venv", "install", "stubs"]
+    assert steps(setup_venv) == []
+    (tmp_path / "protos" / "a.proto").write_text("changed")
+    assert steps(setup_venv) == ["stubs"]
+    (tmp_path / "protos" / "a_pb2.py").unlink()
+    assert steps(setup_venv) == ["stubs"]
+    (tmp_path / "pyproject.toml").write_text("changed")
+    assert steps(setup_venv) == ["install", "stubs"]
+    shutil.rmtree(tmp_path / ".venv")
+    assert steps(setup_venv) == ["venv", "install", "stubs"]
+    assert steps(setup_venv) == []
+
+
+def test_a_checkout_that_moved_gets_a_new_environment(setup_venv: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps(setup_venv)
+    stamp = setup_venv.made_from()
+    setup_venv.write_stamp({**stamp, "place": "/elsewhere"})
+    assert steps(setup_venv) == ["venv", "install", "stubs"]
+    setup_venv.write_stamp({**stamp, "python": "3.99"})
+    assert steps(setup_venv) == ["venv", "install", "stubs"]
+
+
+def test_a_failed_install_is_told_and_the_next_run_goes_on(
+    setup_venv: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install = setup_venv.install
+
+    def fail() -> None:
+        raise setup_venv.SetupError("pip install failed")
+
+    monkeypatch.setattr(setup_venv, "install", fail)
+    assert setup_venv.main() == 1
+    assert "setup: pip install failed" in capsys.readouterr().err
+    monkeypatch.setattr(setup_venv, "install", install)
+    assert steps(setup_venv) == ["install", "stubs"], "the environment itself is kept"
+
+
+@pytest.mark.parametrize(
+    ("log", "advice"),
+    [
+        ("OSError: [Errno 28] No space left on device", "The disk is full."),
+        ("Failed to establish a new connection: [Errno -3] Temporary failure in name resolution", "can't be reached"),
+        ("ERROR: Could not find a version that satisfies x (from versions: none)", "offers nothing"),
+        ("ERROR: No matching distribution found for torch==2.13.0", "no build for Python"),
+        ("error: command 'gcc' failed: No such file or directory", "sudo apt install gcc"),
+    ],
+)
+def test_pips_failures_come_with_advice(
+    setup_venv: ModuleType, monkeypatch: pytest.MonkeyPatch, log: str, advice: str
+) -> None:
+    monkeypatch.setattr(setup_venv.shutil, "which", lambda name: None)
+    text = setup_venv.explain(["Progress 1 of 2", log])
+    assert advice in text
+    assert log in text
+    assert "Progress" not in text
+
+
+def make(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run make as from a shell, though the tests themselves may run under make."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    return subprocess.run(
+        ["make", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_make_names_a_python_that_is_too_old(tmp_path: Path) -> None:
+    old = tmp_path / "python"
+    old.write_text('#!/bin/sh\n[ "$1" = --version ] && echo "Python 3.10.1" || exit 1\n')
+    old.chmod(0o755)
+    done = make("setup", f"PYTHON={old}")
+    assert done.returncode != 0
+    assert "is Python 3.10.1; Python 3.11 or newer is needed" in done.stderr
+
+
+def test_make_lists_every_command() -> None:
+    text = make().stdout
+    makefile = (ROOT / "Makefile").read_text("utf-8")
+    (commands,) = [line.split(":", 1)[1].split() for line in makefile.splitlines() if line.startswith(".PHONY:")]
+    listed = [line.split()[0] for line in text.splitlines() if line and not line.startswith("make ")]
+    assert sorted(listed) == sorted(commands)
