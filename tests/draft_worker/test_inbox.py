@@ -40,6 +40,14 @@ def test_an_opening_replaces_what_waited_and_a_close_goes_first() -> None:
     assert (news.closes, news.opens, news.commits) == ([Close(0, 1)], [opening(0, 2)], [Commit(0, 2, 2, [4], 0)])
 
 
+def test_an_opening_makes_earlier_commits_pointless() -> None:
+    inbox = Inbox()
+    inbox.put(1, News(commits=[Commit(0, 1, 2, [3], 0)]))
+    inbox.put(1, News(opens=[opening(0, 2)]))
+    news = inbox.take(wait=False).news[1]
+    assert (news.opens, news.commits) == ([opening(0, 2)], [])
+
+
 def test_an_ended_stream_leaves_nothing_behind() -> None:
     inbox = Inbox()
     inbox.put(1, News(opens=[opening(0, 1)]))
