@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 
 from scheduler.core.config import CoreConfig
 from scheduler.core.sequence import RequestSpec, Sequence
-from scheduler.core.step import Failure, Step, Update
+from scheduler.core.step import Admission, Failure, Step, Update
 from scheduler.core.worker_state import WorkerSpec, WorkerState
 from tests.scheduler.core.model_worker import VOCAB, DraftPolicy, Params, mix, no_drafts
 from tests.scheduler.core.simulation import Simulation
@@ -63,23 +63,23 @@ class Scenario:
 
     def __init__(self) -> None:
         self.simulation = Simulation(CoreConfig())
-        self.entered: set[int] = set()
+        self.entered: list[Admission] = []
 
     def run(self, command: str) -> str:
         """Carry a command out; returns what it has to say."""
         verb, *words = command.split()
         names = [word for word in words if "=" not in word]
         options = dict(word.split("=", 1) for word in words if "=" in word)
-        method: Callable[..., Iterator[str]] = getattr(self, f"do_{verb}")
+        method: Callable[..., Iterator[str]] = getattr(self, f"on_{verb}")
         return "\n".join(method(*names, **options)) or "ok"
 
     # ---------------------------------------------------------------------------------------------- what happens
 
-    def do_config(self, **options: str) -> Iterator[str]:
+    def on_config(self, **options: str) -> Iterator[str]:
         self.simulation = Simulation(CoreConfig(**{name: type_of(name)(value) for name, value in options.items()}))
         yield from ()
 
-    def do_worker(self, name: str, **options: str) -> Iterator[str]:
+    def on_worker(self, name: str, **options: str) -> Iterator[str]:
         spec = WorkerSpec(
             model=options.get("model", "m"),
             fingerprint=options.get("fingerprint", "x"),
@@ -91,7 +91,7 @@ class Scenario:
         self.simulation.start(name, spec, DRAFTS[options.get("drafts", "none")])
         yield from self._news()
 
-    def do_submit(self, key: str, **options: str) -> Iterator[str]:
+    def on_submit(self, key: str, **options: str) -> Iterator[str]:
         patience = options.get("patience")
         spec = RequestSpec(
             key=key,
@@ -111,40 +111,39 @@ class Scenario:
         if refusal is not None:
             yield f"refused, {refusal.kind.value}: {refusal.message}"
 
-    def do_place(self) -> Iterator[str]:
+    def on_place(self) -> Iterator[str]:
         self.simulation.place()
         yield from self._entered()
         yield from self._news()
 
-    def do_plan(self, worker_id: str) -> Iterator[str]:
+    def on_plan(self, worker_id: str) -> Iterator[str]:
         self.simulation.plan(worker_id)
         step = self.simulation.last_step
         yield from ["no step"] if step is None else describe(step)
 
-    def do_run(self, worker_id: str) -> Iterator[str]:
+    def on_run(self, worker_id: str) -> Iterator[str]:
         if not self.simulation.run(worker_id):
             yield "nothing to run"
-        elif worker_id not in self.simulation.processes:
+        elif worker_id not in self.simulation.machines:
             yield f"{worker_id} crashed"
             yield from self._news()
 
-    def do_apply(self, worker_id: str) -> Iterator[str]:
+    def on_apply(self, worker_id: str) -> Iterator[str]:
         if not self.simulation.apply(worker_id):
             yield "nothing to apply"
         yield from self._news()
 
-    def do_step(self, worker_id: str, count: str = "1") -> Iterator[str]:
+    def on_step(self, worker_id: str, count: str = "1") -> Iterator[str]:
         for _ in range(int(count)):
-            yield from self.do_place()
-            yield from self.do_plan(worker_id)
-            yield from self.do_run(worker_id)
-            if worker_id not in self.simulation.processes:
+            yield from self.on_place()
+            yield from self.on_plan(worker_id)
+            yield from self.on_run(worker_id)
+            if worker_id not in self.simulation.machines:
                 return
-            yield from self.do_apply(worker_id)
+            yield from self.on_apply(worker_id)
 
-    def do_finish(self) -> Iterator[str]:
+    def on_finish(self) -> Iterator[str]:
         self.simulation.run_dry()
-        self.entered.clear()
         ends: dict[str, str] = {}
         for item in self._drain():
             if isinstance(item, Failure):
@@ -154,50 +153,49 @@ class Scenario:
                 ends[name_of(item.sequence)] = f"{plural(total, 'token')}{FINISH[item.finish]}"
         yield from (f"{name}: {end}" for name, end in ends.items())
 
-    def do_cancel(self, key: str, choice: str | None = None) -> Iterator[str]:
+    def on_cancel(self, key: str, choice: str | None = None) -> Iterator[str]:
         self.simulation.cancel(key, None if choice is None else int(choice))
         yield from ()
 
-    def do_wait(self, seconds: str) -> Iterator[str]:
+    def on_wait(self, seconds: str) -> Iterator[str]:
         self.simulation.advance(float(seconds))
         yield from self._news()
 
-    def do_crash(self, worker_id: str) -> Iterator[str]:
+    def on_crash(self, worker_id: str) -> Iterator[str]:
         self.simulation.crash(worker_id)
         yield from self._news()
 
-    def do_cut(self, worker_id: str) -> Iterator[str]:
+    def on_cut(self, worker_id: str) -> Iterator[str]:
         self.simulation.cut(worker_id)
         yield from ()
 
-    def do_attach(self, worker_id: str) -> Iterator[str]:
+    def on_attach(self, worker_id: str) -> Iterator[str]:
         self.simulation.attach(worker_id)
         pool = self.simulation.core.workers[worker_id].pool
         yield f"{pool.num_cached} blocks cached"
 
-    def do_drain(self, worker_id: str) -> Iterator[str]:
+    def on_drain(self, worker_id: str) -> Iterator[str]:
         self.simulation.drain(worker_id)
         yield from ()
 
-    def do_leave(self, worker_id: str) -> Iterator[str]:
+    def on_leave(self, worker_id: str) -> Iterator[str]:
         yield "left" if self.simulation.leave_if_drained(worker_id) else "not drained yet"
 
-    def do_poison(self, key: str, at: str = "0") -> Iterator[str]:
+    def on_poison(self, key: str, at: str = "0") -> Iterator[str]:
         self.simulation.poison[key] = int(at)
         yield from ()
 
-    def do_restart(self) -> Iterator[str]:
+    def on_restart(self) -> Iterator[str]:
         self.simulation.restart()
-        self.entered.clear()
         yield from ()
 
     # ------------------------------------------------------------------------------------------------ what is seen
 
-    def do_totals(self, *names: str) -> Iterator[str]:
+    def on_totals(self, *names: str) -> Iterator[str]:
         totals = self.simulation.core.totals()
         yield from (f"{name} {totals[name]}" for name in names)
 
-    def do_state(self) -> Iterator[str]:
+    def on_state(self) -> Iterator[str]:
         core = self.simulation.core
         for pool in core.models.values():
             if pool.num_waiting:
@@ -212,8 +210,8 @@ class Scenario:
     def _entered(self) -> Iterator[str]:
         for worker in self.simulation.core.workers.values():
             for admission in worker.admissions:
-                if admission.sequence.sequence_id not in self.entered or admission.sequence.in_flight == 0:
-                    self.entered.add(admission.sequence.sequence_id)
+                if not any(admission is told for told in self.entered):
+                    self.entered.append(admission)
                     yield f"{name_of(admission.sequence)} enters {worker.worker_id}, {admission.num_computed} cached"
 
     def _drain(self) -> list[Update | Failure]:
@@ -250,9 +248,9 @@ def describe(step: Step) -> Iterator[str]:
     if step.released_slots:
         yield f"  release {' '.join(map(str, step.released_slots))}"
     for admission in step.admissions:
-        blocks = " ".join(map(str, admission.block_ids))
+        table = " ".join(map(str, admission.block_ids))
         computed = f", {admission.num_computed} computed" if admission.num_computed else ""
-        yield f"  admit {name_of(admission.sequence)} slot {admission.slot} blocks {blocks}{computed}"
+        yield f"  admit {name_of(admission.sequence)} slot {admission.slot} blocks {table}{computed}"
     rows = zip(step.sequences, step.num_prefill, step.num_draft, step.new_blocks, step.reserved, strict=True)
     for sequence, prefill, draft, blocks, reserved in rows:
         kind = f"prefill {prefill}" if prefill else "decode"

@@ -23,7 +23,7 @@ Choice = tuple[object, int]
 
 
 @dataclass
-class Process:
+class Machine:
     """One worker process and its stream."""
 
     spec: WorkerSpec
@@ -45,7 +45,7 @@ class Simulation:
         self.core = Scheduler(config)
         self.now = 100.0
         self.clients = Clients(config.capacity_wait_s)
-        self.processes: dict[str, Process] = {}
+        self.machines: dict[str, Machine] = {}
         self.poison: dict[object, int] = {}
         """request key → the output index at which it kills its worker"""
         self.crashes: dict[Choice, int] = {}
@@ -96,7 +96,7 @@ class Simulation:
         if step is None:
             self.check()
             return False
-        process = self.processes[worker_id]
+        machine = self.machines[worker_id]
         self._forget_crashes()
         rows: set[Choice] = {(one.request.spec.key, one.choice) for one in step.sequences}
         assert len(rows) == len(step.sequences), "a choice has two rows in one step"
@@ -106,35 +106,35 @@ class Simulation:
             assert choice in self.clients[key].open_choices, f"{key!r} is planned though nobody waits for it"
         if any(self.crashes.get(one, 0) >= SUSPECT_CRASHES for one in rows):
             assert len(rows) == 1, "a suspect shares a step"
-            assert not any(process.issued), "a suspect shares the worker"
-        process.sent.append(to_wire(step))
-        process.issued.append(rows)
-        assert len(process.issued) <= self.config.depth
+            assert not any(machine.issued), "a suspect shares the worker"
+        machine.sent.append(to_wire(step))
+        machine.issued.append(rows)
+        assert len(machine.issued) <= self.config.depth
         self.check()
         return True
 
     def run(self, worker_id: str) -> bool:
         """The worker runs its oldest step; a poisoned row kills it instead. False when there is none."""
-        process = self.processes[worker_id]
-        if not process.sent:
+        machine = self.machines[worker_id]
+        if not machine.sent:
             return False
-        if self._kills(process, process.sent[0]):
+        if self._kills(machine, machine.sent[0]):
             self.crash(worker_id)
             return True
-        process.answers.append(process.model.run(process.sent.popleft()))
+        machine.answers.append(machine.model.run(machine.sent.popleft()))
         return True
 
     def apply(self, worker_id: str) -> bool:
         """The scheduler takes in the worker's oldest result."""
-        process = self.processes[worker_id]
-        if not process.answers:
+        machine = self.machines[worker_id]
+        if not machine.answers:
             return False
-        process.issued.popleft()
-        self.clients.take(self.core.apply(worker_id, process.answers.popleft()), self.now)
+        machine.issued.popleft()
+        self.clients.take(self.core.apply(worker_id, machine.answers.popleft()), self.now)
         self.check()
         return True
 
-    def _kills(self, process: Process, step: WireStep) -> bool:
+    def _kills(self, machine: Machine, step: WireStep) -> bool:
         if not self.poison:
             return False
         entering = {admission.slot: admission for admission in step.admissions}
@@ -142,7 +142,7 @@ class Simulation:
             if slot in entering:
                 admission, known, ended = entering[slot], len(entering[slot].token_ids), False
             else:
-                resident = process.model.slots[slot]
+                resident = machine.model.slots[slot]
                 admission, known, ended = resident.admission, len(resident.tokens), resident.ended
             kills_at = self.poison.get(admission.key)
             if kills_at is not None and not ended and known - admission.num_prompt == kills_at:
@@ -153,39 +153,39 @@ class Simulation:
 
     def start(self, worker_id: str, spec: WorkerSpec, draft: DraftPolicy = no_drafts) -> None:
         """A new worker process with an empty memory attaches."""
-        assert worker_id not in self.processes
+        assert worker_id not in self.machines
         model = ModelWorker(spec.num_blocks, spec.block_size, spec.max_sequences, spec.max_model_len, draft)
-        self.processes[worker_id] = Process(spec, model)
+        self.machines[worker_id] = Machine(spec, model)
         self.attach(worker_id)
 
     def attach(self, worker_id: str) -> None:
         """A worker says Hello; where it is attached already, its old stream is replaced."""
-        process = self.processes[worker_id]
-        self._drop_stream(process)
+        machine = self.machines[worker_id]
+        self._drop_stream(machine)
         residents = tuple(
             Resident(tuple(tokens), tuple(blocks), computed, salt)
-            for tokens, blocks, computed, salt in process.model.attach()
+            for tokens, blocks, computed, salt in machine.model.attach()
         )
-        self.clients.take(self.core.attach(worker_id, replace(process.spec, residents=residents), self.now), self.now)
-        self.core.workers[worker_id].drafting = process.model.draft is not no_drafts
-        process.attached = True
+        self.clients.take(self.core.attach(worker_id, replace(machine.spec, residents=residents), self.now), self.now)
+        self.core.workers[worker_id].drafting = machine.model.draft is not no_drafts
+        machine.attached = True
         self.check()
 
     def cut(self, worker_id: str) -> None:
         """The network loses a worker, which lives on and keeps what it holds."""
-        process = self.processes[worker_id]
-        self._drop_stream(process)
-        process.attached = False
+        machine = self.machines[worker_id]
+        self._drop_stream(machine)
+        machine.attached = False
         self.clients.take(self.core.detach(worker_id, self.now, crashed=False), self.now)
         self.check()
 
     def crash(self, worker_id: str) -> None:
         """A worker process dies."""
-        process = self.processes.pop(worker_id)
-        if not process.attached:
+        machine = self.machines.pop(worker_id)
+        if not machine.attached:
             return
         self._forget_crashes()
-        involved: set[Choice] = set().union(*process.issued)
+        involved: set[Choice] = set().union(*machine.issued)
         live = [one for one in involved if one[1] in self.clients[one[0]].open_choices]
         for one in live:
             self.crashes[one] = self.crashes.get(one, 0) + 1
@@ -212,17 +212,17 @@ class Simulation:
         """A relieved worker exits."""
         if not self.core.is_drained(worker_id):
             return False
-        process = self.processes.pop(worker_id)
-        assert not process.issued
+        machine = self.machines.pop(worker_id)
+        assert not machine.issued
         assert self.core.detach(worker_id, self.now, crashed=False) == []
         self.check()
         return True
 
     def restart(self) -> None:
         """The scheduler dies; gateways resubmit what is live to a new one, to which no worker has attached yet."""
-        for process in self.processes.values():
-            self._drop_stream(process)
-            process.attached = False
+        for machine in self.machines.values():
+            self._drop_stream(machine)
+            machine.attached = False
         self.core = Scheduler(self.config)
         self.clients.delivered = 0
         self.crashes.clear()
@@ -239,20 +239,20 @@ class Simulation:
             assert self.submit(replace(client.spec, key=renewed, choices=choices, resumed=True)) is None
 
     @staticmethod
-    def _drop_stream(process: Process) -> None:
+    def _drop_stream(machine: Machine) -> None:
         """The worker ends its running step; queued ones and unsent results are lost."""
-        if process.sent and not process.answers:
-            process.model.run(process.sent.popleft())
-        process.sent.clear()
-        process.answers.clear()
-        process.issued.clear()
+        if machine.sent and not machine.answers:
+            machine.model.run(machine.sent.popleft())
+        machine.sent.clear()
+        machine.answers.clear()
+        machine.issued.clear()
 
     # ------------------------------------------------------------------------------------------------- together
 
     @property
     def attached(self) -> list[str]:
         """Workers with a stream."""
-        return [name for name, process in self.processes.items() if process.attached]
+        return [name for name, machine in self.machines.items() if machine.attached]
 
     def round(self) -> bool:
         """Place, plan all there is, run and answer one step per worker. False when nothing moved."""

@@ -55,7 +55,7 @@ def test_256_mixed_requests_leave_nothing_behind(seed: int) -> None:
     simulation.run_dry()
     simulation.check_over()
     counters = simulation.core.counters
-    model = simulation.processes["w0"].model
+    model = simulation.machines["w0"].model
     assert counters.preemptions > 20, "the pools were too large to test anything"
     assert 0 < model.accepted < model.drafted
     assert counters.cached_tokens > 0

@@ -175,7 +175,7 @@ class Cell(RuleBasedStateMachine):
         attached = self.simulation.attached
         return attached[which % len(attached)]
 
-    @precondition(lambda self: len(self.simulation.processes) < 4)
+    @precondition(lambda self: len(self.simulation.machines) < 4)
     @rule(spec=WORKERS, drafting=st.booleans())
     def start(self, spec: WorkerSpec, drafting: bool) -> None:
         self.names += 1
@@ -195,10 +195,10 @@ class Cell(RuleBasedStateMachine):
     def cut(self, which: int) -> None:
         self.simulation.cut(self._pick(which))
 
-    @precondition(lambda self: self.simulation.processes)
+    @precondition(lambda self: self.simulation.machines)
     @rule(which=st.integers(0, 3))
     def attach(self, which: int) -> None:
-        names = list(self.simulation.processes)
+        names = list(self.simulation.machines)
         self.simulation.attach(names[which % len(names)])
 
     @precondition(lambda self: self.simulation.attached)
