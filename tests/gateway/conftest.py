@@ -13,6 +13,7 @@ import pytest
 from tandem.v1 import generation_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from cluster.server import create_server
 from gateway.__main__ import Gateway
 from gateway.config import GatewayConfig
 from gateway.text import ModelText
@@ -265,7 +266,7 @@ async def cell_with(byte_text: ModelText) -> AsyncIterator[Callable[..., Any]]:
 
     async def start(scheduler: bool = True, before: str = "", **settings: Any) -> Cell:
         scripted = ScriptedScheduler()
-        server = grpc.aio.server()
+        server = create_server()
         scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(scripted, server)
         port = server.add_insecure_port("127.0.0.1:0")
         if scheduler:

@@ -17,6 +17,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from tandem.v1 import generation_pb2, generation_pb2_grpc, scheduler_pb2_grpc
 
 from cluster import errors
+from cluster.server import create_server
 from gateway.__main__ import main
 from gateway.admission import Ask, ModelFacts
 from gateway.intake import Caller, Intake
@@ -40,7 +41,7 @@ class Process:
 @pytest.fixture
 async def running(byte_text: ModelText) -> AsyncIterator[Process]:
     scripted = ScriptedScheduler()
-    server = grpc.aio.server()
+    server = create_server()
     scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(scripted, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

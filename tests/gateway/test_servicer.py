@@ -497,7 +497,7 @@ async def test_the_deadline_goes_along_and_is_kept_here_too(cell: Cell) -> None:
     scheduler = await cell.scheduler.connection()
     call = cell.stub.GenerateStream(ask(), timeout=1)
     submit = await scheduler.submit()
-    assert 0 < submit.remaining_s <= 1
+    assert 0 < submit.remaining_s < 1.1  # gRPC rounds a timeout up
     error = await failure(call)
     assert error.code is grpc.StatusCode.DEADLINE_EXCEEDED
     assert (await scheduler.cancel()).handle == submit.handle
