@@ -145,7 +145,7 @@ class PagedStep:
             key[0, :, :num_real].transpose(0, 1),
             value[0, :, :num_real].transpose(0, 1),
         )
-        # [query blocks, kv_heads, QUERY_BLOCK, heads per kv head, D], then places and grouped heads are a product's rows
+        # [query blocks, kv_heads, QUERY_BLOCK, heads per kv head, D]; places and grouped heads are a product's rows
         queries = query[0].transpose(0, 1).index_select(0, plan.query_tokens).float() * scaling
         queries = queries.view(-1, QUERY_BLOCK, kv_heads, num_heads // kv_heads, query.shape[3]).transpose(1, 2)
         queries = queries.reshape(-1, kv_heads, QUERY_BLOCK * (num_heads // kv_heads), query.shape[3])
@@ -201,7 +201,7 @@ def _grouped_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 def _merge(
     wave: Wave, peaks: torch.Tensor, sums: torch.Tensor, partial: torch.Tensor, sinks: torch.Tensor | None
 ) -> torch.Tensor:
-    """Tiles to results: peaks and sums [n, kv_heads, QB, G], partial [n, kv_heads, QB, G, Dv] → [q, kv_heads, QB, G, Dv].
+    """Tiles to results: peaks and sums [n, kv_heads, QB, G], partial [n, kv_heads, QB, G, Dv] → as partial, n now q.
 
     `sinks` [heads] are logits that take weight and give no value (gpt-oss).
     """

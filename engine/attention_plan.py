@@ -9,7 +9,7 @@ positions, aligned to the sequence's start. A *piece* is one query block against
     row 1, block 0   [  tile 0   ]                               piece  5
 
 Every piece has the same shape, so a token's products have the same bits in any batch; its tiles are merged in the order
-of their positions. Keys that a query may not see weigh exactly 0, so it doesn't matter which neighbours share its block.
+of their positions. Keys that a query may not see weigh exactly 0, so it doesn't matter who shares its block.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from engine.batch import Batch
 from engine.kv_cache import places
 
 QUERY_BLOCK = 8
-"""Queries per piece. A decode row has one and pays for all, a verified draft of four has five, and a prefill fetches its
-keys once per block: with eight, fetching and multiplying cost about the same."""
+"""Queries per piece. A decode row has one and pays for all, a verified draft of four has five, and a prefill fetches
+its keys once per block: with eight, fetching and multiplying cost about the same."""
 KEY_TILE = 64
 """Key positions per piece; block_size must divide it."""
 
@@ -50,7 +50,7 @@ class Wave:
         self.hidden = hidden
         """bool [n, QUERY_BLOCK, KEY_TILE]: keys that a query may not see"""
         self.merge_order = merge_order
-        """int64 [most tiles of a block, query blocks]: each query block's pieces in order; where it has none, its first"""
+        """int64 [tiles, query blocks]: each query block's pieces in order; where it has no more, its first"""
         self.absent = absent
         """bool, as merge_order: there is no such piece"""
         self._piece_query_block = piece_query_block

@@ -9,12 +9,17 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from contextlib import redirect_stderr
+from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import torch
 from gguf import GGMLQuantizationType, GGUFReader
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from tokenizers import pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedTokenizerFast
+from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
 from engine.errors import IncompleteModel, UnsupportedModel
 from engine.model_cache import cached_model
@@ -26,6 +31,12 @@ _VERSION = 1
 _SAMPLES = 64
 _SAMPLE_BYTES = 1 << 16
 _PROBE_TEXT = "Café 123 😊\n  x = [1,2]"
+_WARNINGS = "conversion_warnings.txt"
+
+_DIGIT_SPLITTING = frozenset({"smollm", "starcoder", "refact", "command-r"})
+"""Pre-tokenizers that cut every digit off before GPT-2's pattern (llama.cpp, `llm_tokenizer_bpe`)."""
+_PLAIN_BYTE_LEVEL = frozenset({"gpt-2", "phi-2", "olmo", "mpt", "jais", "dbrx"})
+"""Pre-tokenizers that are GPT-2's pattern alone, which is what transformers assumes of one it doesn't know."""
 
 logger = logging.getLogger(__name__)
 
@@ -35,45 +46,61 @@ def converted_gguf(file: Path, progress: Progress | None = None, cache: Path | N
     name = f"{file.stem}-{_content_hash(file)}-v{_VERSION}"
     # Four bits become sixteen, and the tokenizer is small.
     needed_bytes = 4 * file.stat().st_size + (64 << 20)
-    return cached_model(name, cache, needed_bytes, lambda folder: convert_gguf(file, folder, progress))
+    folder = cached_model(name, cache, needed_bytes, lambda folder: convert_gguf(file, folder, progress))
+    if (folder / _WARNINGS).exists():  # not only to the one who converted it
+        logger.warning((folder / _WARNINGS).read_text(encoding="utf-8").strip())
+    return folder
 
 
 def convert_gguf(file: Path, folder: Path, progress: Progress | None = None) -> None:
     """Write config, weights, tokenizer, chat template and generation settings of `file` to `folder`."""
     report = progress or (lambda text, share: None)
     report(f"reading {file.name}", 0.0)
-    dtype, eos_token_ids = _inspect(file)
+    header = _read_header(file)
     report(f"unpacking {file.name}", 0.05)
     try:
-        with quiet_transformers():
+        # Its bar over the tensors obeys no switch.
+        with quiet_transformers(), redirect_stderr(StringIO()):
             model = AutoModelForCausalLM.from_pretrained(
                 file.parent,
                 gguf_file=file.name,
                 quantization_config=GgufConfig(gguf_file=file.name, dequantize=True),
-                dtype=dtype,
+                dtype=header.dtype,
                 local_files_only=True,
             )
             report(f"reading the tokenizer of {file.name}", 0.7)
-            tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, local_files_only=True)
+            tokenizer: Any = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, local_files_only=True)
     except Exception as error:  # transformers and gguf raise anything here; the file is what is wrong
         raise UnsupportedModel(f"{file} can't be converted: {error}") from error
     report("writing the converted model", 0.8)
-    if eos_token_ids:
-        model.generation_config.eos_token_id = eos_token_ids if len(eos_token_ids) > 1 else eos_token_ids[0]
+    if header.eos_token_ids:
+        eos = header.eos_token_ids
+        model.generation_config.eos_token_id = eos if len(eos) > 1 else eos[0]
     model.config.name_or_path = file.stem
+    warning = _set_pre_tokenizer(tokenizer, header, file)
     with quiet_transformers():
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     _name_fast_tokenizer(folder / "tokenizer_config.json")
-    # Generated text is decoded by these ids, so a vocabulary that can't spell a text is worth a warning at once.
-    spelled = tokenizer.decode(tokenizer(_PROBE_TEXT, add_special_tokens=False).input_ids)
-    if spelled != _PROBE_TEXT:
-        logger.warning("the tokenizer of %s spells %r as %r; its ids may differ from the original's", file, _PROBE_TEXT, spelled)
+    if warning:
+        (folder / _WARNINGS).write_text(warning + "\n", encoding="utf-8")
     report("converted", 1.0)
 
 
-def _inspect(file: Path) -> tuple[torch.dtype, list[int]]:
-    """The dtype to keep, and the ids that end a text or a turn. Raises IncompleteModel for a damaged file."""
+@dataclass(frozen=True, slots=True)
+class _Header:
+    """What of a GGUF file's metadata transformers doesn't take over, or not rightly."""
+
+    dtype: torch.dtype
+    """to keep the weights in"""
+    eos_token_ids: list[int]
+    """ends of a text and of a turn"""
+    tokenizer_model: str
+    pre_tokenizer: str
+
+
+def _read_header(file: Path) -> _Header:
+    """Raises IncompleteModel for a damaged file."""
     try:
         reader = GGUFReader(file)
     except (OSError, ValueError, IndexError, KeyError) as error:
@@ -85,12 +112,43 @@ def _inspect(file: Path) -> tuple[torch.dtype, list[int]]:
         dtype = torch.float16
     else:
         dtype = torch.bfloat16
-    eos_token_ids: list[int] = []
-    for key in ("eos", "eot"):
-        field = reader.get_field(f"tokenizer.ggml.{key}_token_id")
-        if field is not None and int(field.contents()) not in eos_token_ids:
-            eos_token_ids.append(int(field.contents()))
-    return dtype, eos_token_ids
+
+    def read(key: str) -> Any:
+        field = reader.get_field(f"tokenizer.ggml.{key}")
+        return None if field is None else field.contents()
+
+    ends = [read("eos_token_id"), read("eot_token_id")]
+    return _Header(
+        dtype=dtype,
+        eos_token_ids=list(dict.fromkeys(int(token_id) for token_id in ends if token_id is not None)),
+        tokenizer_model=str(read("model")),
+        pre_tokenizer=str(read("pre") or "default"),
+    )
+
+
+def _set_pre_tokenizer(tokenizer: PreTrainedTokenizerFast, header: _Header, file: Path) -> str | None:
+    """Cut text where the original tokenizer does; returns a warning if that isn't known.
+
+    A GGUF file only names the pattern. transformers knows some names and takes GPT-2's pattern for all others, which
+    gives other ids where digits follow spaces.
+    """
+    if header.tokenizer_model == "gpt2":
+        if header.pre_tokenizer in _DIGIT_SPLITTING:
+            tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+                [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+            )
+        elif header.pre_tokenizer not in _PLAIN_BYTE_LEVEL and header.pre_tokenizer not in GGUF_PRE_TOKENIZER_SPLITS:
+            return (
+                f"{file.name} cuts text by the pattern {header.pre_tokenizer!r}, which isn't known here; "
+                "token ids may differ from the original tokenizer's"
+            )
+    spelled = str(tokenizer.decode(tokenizer(_PROBE_TEXT, add_special_tokens=False).input_ids))
+    if spelled.strip() != _PROBE_TEXT:
+        return (
+            f"the tokenizer in {file.name} spells {_PROBE_TEXT!r} as {spelled!r}; "
+            "token ids may differ from the original tokenizer's"
+        )
+    return None
 
 
 def _name_fast_tokenizer(path: Path) -> None:

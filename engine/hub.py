@@ -28,7 +28,9 @@ def download_from_hub(hub_id: str, progress: Progress | None = None) -> Path:
     try:
         return Path(snapshot_download(hub_id, allow_patterns=_WANTED))
     except GatedRepoError as error:
-        raise ModelNotFound(f"{hub_id} is gated on the hub; accept its terms there and log in with `hf auth login`") from error
+        raise ModelNotFound(
+            f"{hub_id} is gated on the hub; accept its terms there and log in with `hf auth login`"
+        ) from error
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise ModelNotFound(f"there is neither a folder {hub_id} nor a (public) hub model of that name") from error
     except (LocalEntryNotFoundError, OfflineModeIsEnabled, HfHubHTTPError, HTTPError, ConnectionError) as error:

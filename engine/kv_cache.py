@@ -60,7 +60,7 @@ class KvCache:
 
 
 def places(slots: torch.Tensor, kv_heads: int, block_size: int) -> torch.Tensor:
-    """slots int64 [T] → row of each (token, head) in a layer's memory seen as [rows, head_dim], int64 [T * kv_heads]."""
+    """slots int64 [T] → each (token, head)'s row in a layer's memory seen as [rows, dim], int64 [T * kv_heads]."""
     blocks, offsets = slots // block_size, slots % block_size
     heads = torch.arange(kv_heads, device=slots.device)
     return ((blocks[:, None] * kv_heads + heads) * block_size + offsets[:, None]).view(-1)
@@ -165,13 +165,13 @@ def plan_num_blocks(request: MemoryRequest, facts: MemoryFacts) -> int:
     needed = max(num_blocks, 1) * facts.block_bytes
     if num_blocks >= 1 and needed <= facts.free:
         return num_blocks
+    asked = f", {request.kv_cache_gib:.3f} GiB were asked for" if request.kv_cache_gib is not None else ""
     affordable_len = facts.free_share // facts.block_bytes * facts.block_size
     raise OutOfMemory(
-        f"the KV cache doesn't fit: {max(num_blocks, 1)} blocks of {facts.block_size} tokens need {needed / GIB:.3f} GiB "
-        f"({facts.block_bytes / 1024:.0f} KiB per block), asked or planned for are "
-        f"{(request.kv_cache_gib if request.kv_cache_gib is not None else needed / GIB):.3f} GiB, and "
-        f"{facts.free / GIB:.3f} GiB are free after the weights; one sequence of {facts.max_model_len} tokens needs "
-        f"{facts.blocks_per_sequence * facts.block_bytes / GIB:.3f} GiB, so a --max-model-len up to {affordable_len} fits"
+        f"the KV cache doesn't fit: {max(num_blocks, 1)} blocks of {facts.block_size} tokens need "
+        f"{needed / GIB:.3f} GiB ({facts.block_bytes / 1024:.0f} KiB each{asked}), and {facts.free / GIB:.3f} GiB are "
+        f"free after the weights; one sequence of {facts.max_model_len} tokens needs "
+        f"{facts.blocks_per_sequence * facts.block_bytes / GIB:.3f} GiB, a --max-model-len up to {affordable_len} fits"
     )
 
 

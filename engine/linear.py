@@ -18,7 +18,7 @@ result is the same in every arrangement.
 
 Cost, SmolLM2-135M on two Zen 4 cores, all linears and the head, bfloat16 (float32): one row untiled 19 ms (40), a tile
 of 8 rows 22 (50), of 16 rows 26 (60), of 32 rows 36 (84); 128 rows in tiles of 8 take 228 ms (506), of 16 171 (409),
-of 32 128 (301), untiled 97 (220). Sixteen rows keep a single stream close to the best and prefill within a factor of two.
+of 32 128 (301), untiled 97 (220). Sixteen keep a single stream close to the best and prefill within a factor of two.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ class TiledConv1D(nn.Module):
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        self.weight = layer.weight
-        self.bias = layer.bias
+        self.weight: torch.Tensor = layer.weight  # type: ignore[assignment]
+        self.bias: torch.Tensor = layer.bias  # type: ignore[assignment]
         self.nf = layer.nf
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -128,7 +128,7 @@ class TiledHead(nn.Module):
         return out.view(*x.shape[:-1], self.out_features)
 
     def _project(self, rows: torch.Tensor, out: torch.Tensor) -> None:
-        """rows float32 [multiple of TILE_ROWS, K] → out [num_rows, N]; weight on the left, which is faster for few rows."""
+        """rows float32 [multiple of TILE_ROWS, K] → out [num_rows, N]; weight on the left: faster for few rows."""
         num_rows = out.shape[0]
         for start in range(0, self.out_features, HEAD_SLICE):
             weight = self.weight[start : start + HEAD_SLICE].float()

@@ -113,7 +113,9 @@ def _read_config(folder: Path, raw: dict[str, Any], model_type: str) -> PreTrain
         return AutoConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # transformers raises anything from KeyError to its own validation errors here
         own_code = " (it brings code of its own, which isn't run)" if "auto_map" in raw else ""
-        raise UnsupportedModel(f"{folder}: transformers can't read model type {model_type!r}{own_code}: {error}") from error
+        raise UnsupportedModel(
+            f"{folder}: transformers can't read model type {model_type!r}{own_code}: {error}"
+        ) from error
 
 
 def _rope_settings(raw: dict[str, Any]) -> list[dict[str, Any]]:
@@ -151,11 +153,13 @@ def _refuse_kind(config: PreTrainedConfig, raw: dict[str, Any], model_type: str)
         raise UnsupportedModel(f"{architectures[0]} is no text generation model (…ForCausalLM)")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UnsupportedModel(f"transformers has no causal language model for model type {model_type!r}")
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     other_types = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
     if getattr(model_class, "_is_stateful", False) or "linear_attention" in other_types:
         kinds = f" ({', '.join(other_types)})" if other_types else ""
-        raise UnsupportedModel(f"{model_type} has recurrent or hybrid state-space layers{kinds}; only attention is served")
+        raise UnsupportedModel(
+            f"{model_type} has recurrent or hybrid state-space layers{kinds}; only attention is served"
+        )
     if other_types:
         raise UnsupportedModel(f"{model_type} has layers of type {', '.join(other_types)}; known are full and sliding")
     if config.get_text_config(decoder=True) is not config:
@@ -173,10 +177,11 @@ def _refuse_kind(config: PreTrainedConfig, raw: dict[str, Any], model_type: str)
 def _facts(folder: Path, config: PreTrainedConfig, weights: WeightFiles) -> ModelFacts:
     num_heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     return ModelFacts(
         folder=folder,
         model_type=config.model_type,
-        architecture=MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__name__,
+        architecture=model_class.__name__,
         vocab_size=config.vocab_size,
         max_model_len=_max_positions(config),
         eos_token_ids=_eos_token_ids(folder, config),

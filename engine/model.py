@@ -49,7 +49,12 @@ class TiledModel:
 
     @torch.inference_mode()
     def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, logit_indices: torch.Tensor, max_position: int, step: Step
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        logit_indices: torch.Tensor,
+        max_position: int,
+        step: Step,
     ) -> torch.Tensor:
         """token_ids, positions int64 [T], T a multiple of TILE_ROWS; logit_indices int64 [L] → float32 [L, vocab_size].
 
@@ -86,6 +91,8 @@ def load_transformers_model(
     if progress:
         progress("loading weights", None)
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    model: PreTrainedModel
+    info: dict[str, Any]
     try:
         with quiet_transformers():
             model, info = AutoModelForCausalLM.from_pretrained(
@@ -97,7 +104,7 @@ def load_transformers_model(
                 local_files_only=True,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # told below, by name
-            )
+            )  # type: ignore[misc]
     except OSError as error:
         raise IncompleteModel(f"{folder}: {error}") from error
     missing = sorted(info["missing_keys"])
@@ -105,4 +112,4 @@ def load_transformers_model(
     if missing:
         shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
         raise IncompleteModel(f"{folder}: the weight files lack or contradict {shown}")
-    return model.to(device)
+    return model.to(device)  # type: ignore[arg-type]

@@ -44,8 +44,8 @@ def cached_model(name: str, cache: Path | None, needed_bytes: int, fill: Callabl
         free = shutil.disk_usage(models).free
         if free < needed_bytes:
             raise OutOfMemory(
-                f"no disk space for {name}: it needs {needed_bytes / 1e9:.2f} GB in {models}, {free / 1e9:.2f} GB are free "
-                "(TANDEM_CACHE names another place)"
+                f"no disk space for {name}: it needs {needed_bytes / 1e9:.2f} GB in {models}, "
+                f"{free / 1e9:.2f} GB are free (TANDEM_CACHE names another place)"
             )
         partial = Path(tempfile.mkdtemp(prefix=_PARTIAL, dir=models))
         try:

@@ -33,7 +33,7 @@ class RotaryTable(nn.Module):
         self._tables: dict[Any, list[torch.Tensor]] = {}
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """x gives dtype and device; position_ids [1, T] → what the model's module returns, usually cos, sin [1, T, D]."""
+        """x gives dtype and device; position_ids [1, T] → what the model's module gives, mostly cos, sin [1, T, D]."""
         key = (args, tuple(sorted(kwargs.items())), x.dtype)
         tables = self._tables.get(key)
         if tables is None or tables[0].shape[1] <= self.max_position:

@@ -179,5 +179,3 @@ def fingerprint(model: TiledModel, facts: ModelFacts, max_model_len: int) -> str
     if facts.rope_depends_on_length:
         parts.append(f"max_model_len={max_model_len}")
     return " ".join(parts)
-
-

@@ -32,8 +32,8 @@ class WeightFiles:
     def content_id(self, config: Path) -> str:
         """16 hex digits over the configuration, the files' sizes and a sample of their bytes.
 
-        Sampled, not read whole: reading tens of gigabytes would double the time to start, and a fine-tuned model differs
-        from its base nearly everywhere.
+        Sampled, not read whole: reading tens of gigabytes would double the time to start, and a fine-tuned model
+        differs from its base nearly everywhere.
         """
         digest = hashlib.sha256(config.read_bytes())
         for path in self.paths:

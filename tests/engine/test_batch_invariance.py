@@ -1,4 +1,4 @@
-"""Promise 1 at the engine: a token's logits have the same bits however the work is cut and whoever else is in the batch."""
+"""Promise 1 at the engine: a token's logits have the same bits however the work is cut and whoever shares the batch."""
 
 from __future__ import annotations
 

@@ -27,7 +27,9 @@ ROPES = {
 
 def rotary(name):
     return LlamaRotaryEmbedding(
-        LlamaConfig(hidden_size=64, num_attention_heads=4, max_position_embeddings=512, rope_parameters=dict(ROPES[name]))
+        LlamaConfig(
+            hidden_size=64, num_attention_heads=4, max_position_embeddings=512, rope_parameters=dict(ROPES[name])
+        )
     )
 
 
@@ -43,7 +45,9 @@ def test_values_are_the_models_own_at_full_length(name, dtype):
     expected = rotary(name)(x, torch.arange(400)[None])
     for part, whole in zip(found, expected, strict=True):
         assert part.dtype == dtype
-        torch.testing.assert_close(part[0], whole[0, positions[0]], atol=1e-6 if dtype == torch.float32 else 1e-2, rtol=0)
+        torch.testing.assert_close(
+            part[0], whole[0, positions[0]], atol=1e-6 if dtype == torch.float32 else 1e-2, rtol=0
+        )
 
 
 @pytest.mark.parametrize("name", ["dynamic", "longrope"])
@@ -63,7 +67,9 @@ def test_short_limit_keeps_short_factors():
     table = RotaryTable(rotary("longrope"), max_model_len=100)
     table.max_position = 9
     positions = torch.arange(10)[None]
-    for part, expected in zip(table(torch.zeros(1, 1, 64), positions), rotary("longrope")(torch.zeros(1, 1, 64), positions), strict=True):
+    for part, expected in zip(
+        table(torch.zeros(1, 1, 64), positions), rotary("longrope")(torch.zeros(1, 1, 64), positions), strict=True
+    ):
         torch.testing.assert_close(part, expected, atol=1e-6, rtol=0)
 
 

@@ -97,9 +97,10 @@ def test_greedy_output_equals_transformers(name, tiny_model, load_runner, sequen
 def test_real_model_equals_transformers(default_model, load_runner, sequences):
     text_ids = [1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2, 198, 1, 520, 9531, 198]
     prompts = {"chat": text_ids, "story": [1, 4093, 198, 14101, 253, 1512, 3100, 563, 253, 15070, 30]}
-    outputs = paged_greedy(sequences(load_runner(default_model)), prompts, 48)
+    outputs = paged_greedy(sequences(load_runner(default_model)), prompts, 32)
     for key, prompt in prompts.items():
-        assert assert_same_tokens(default_model, prompt, outputs[key], transformers_greedy(default_model, prompt, 48)) > 40
+        expected = transformers_greedy(default_model, prompt, 32)
+        assert assert_same_tokens(default_model, prompt, outputs[key], expected) >= 30
         assert len(set(outputs[key])) > 16
 
 

@@ -55,7 +55,9 @@ def test_a_hole_is_no_match(tmp_path):
 
 
 def test_unigram_lists_are_read(tmp_path):
-    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"type": "Unigram", "vocab": [["a", 0.0], ["b", -1.0]]}}))
+    (tmp_path / "tokenizer.json").write_text(
+        json.dumps({"model": {"type": "Unigram", "vocab": [["a", 0.0], ["b", -1.0]]}})
+    )
     assert read_vocabulary(tmp_path) == {0: "a", 1: "b"}
 
 
