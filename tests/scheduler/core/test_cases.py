@@ -85,7 +85,7 @@ def test_case_34_prompt_logprobs_do_not_depend_on_who_came_before(order: tuple[s
 def test_case_35_chunks_and_preemption_leave_prompt_logprobs_whole_and_once() -> None:
     simulation = cell(worker_spec(num_blocks=13), token_budget=2, watermark=0.0)
     simulation.submit(request_spec("old", 8, max_tokens=40))
-    for _ in range(24):
+    for _ in range(20):
         simulation.round()
     spec = request_spec("new", 12, max_tokens=4, wants_prompt_logprobs=True)
     simulation.submit(spec)
