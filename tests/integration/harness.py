@@ -42,7 +42,7 @@ class Process:
         with log.open("ab") as stderr:
             child = await asyncio.create_subprocess_exec(
                 sys.executable, "-P", "-m", module, *arguments, stdout=asyncio.subprocess.PIPE, stderr=stderr,
-                env=os.environ | {"OMP_NUM_THREADS": "1", "TANDEM_NO_PROGRESS": "1"},
+                env=os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
             )  # fmt: skip
         process = cls(name, child, "", log)
         try:
@@ -99,13 +99,19 @@ class Cluster:
         workers: int = 1,
         draft: str | None = None,
         scheduler: dict[str, Any] | None = None,
+        model: Path | None = None,
         **flags: Any,
     ) -> Cluster:
-        """Scheduler first, then everything else side by side. `flags` are the workers'."""
+        """Scheduler first, then everything else side by side. `flags` are the workers'.
+
+        Without `model`, a folder with real weights, the engine is the fake one. The served name is the same.
+        """
         from cli.fake_model import write_fake_model
 
-        model = folder / MODEL
-        write_fake_model(model)
+        flags.setdefault("engine", "fake" if model is None else "transformers")
+        if model is None:
+            model = folder / MODEL
+            write_fake_model(model)
         cluster = cls(folder, model, {"num_blocks": 256, "block_size": 16, "threads": 1, **flags})
         try:
             await cluster.add("scheduler", "scheduler", port=0, **(scheduler or {}))
@@ -132,7 +138,7 @@ class Cluster:
     async def add_worker(self, name: str, **flags: Any) -> Process:
         flags = {
             "scheduler": self.scheduler, "worker_id": name, "model": self.model, "served_model_name": MODEL,
-            "engine": "fake", **self.worker_flags, **flags,
+            **self.worker_flags, **flags,
         }  # fmt: skip
         return await self.add(name, "worker", **flags)
 
