@@ -87,16 +87,16 @@ def test_case_35_chunks_and_preemption_leave_prompt_logprobs_whole_and_once() ->
     simulation.submit(request_spec("old", 8, max_tokens=40))
     for _ in range(20):
         simulation.round()
-    spec = request_spec("new", 12, max_tokens=4, wants_prompt_logprobs=True)
+    spec = request_spec("new", 15, max_tokens=4, wants_prompt_logprobs=True)
     simulation.submit(spec)
     preempted_within_the_prompt = False
     while simulation.round():
         request = simulation.core.requests.get("new")
         if request is not None and request.sequences[0].state.name == "WAITING":
-            preempted_within_the_prompt |= 0 < request.prompt_logprobs_done < 12
+            preempted_within_the_prompt |= 0 < request.prompt_logprobs_done < 15
     assert preempted_within_the_prompt
     simulation.check_over()
-    assert len(simulation.clients["new"].prompt_logprobs) == 12
+    assert len(simulation.clients["new"].prompt_logprobs) == 15
 
 
 def test_case_55_a_preempted_output_is_the_unpreempted_one_each_token_once() -> None:
