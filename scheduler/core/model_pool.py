@@ -36,6 +36,8 @@ class ModelPool:
     queue: WaitingQueue = field(default_factory=WaitingQueue)
     suspects: list[Sequence] = field(default_factory=list)
     """wait apart, so that they hold nobody up: each was part of two crashes in a row; who goes first first"""
+    parked: dict[int, Sequence] = field(default_factory=dict)
+    """wait apart until a worker attaches: too large for each that serves now"""
     workers: dict[str, WorkerState] = field(default_factory=dict)
     num_held: int = 0
     """choices that wait for the first choice of their request"""
@@ -48,9 +50,15 @@ class ModelPool:
 
     @property
     def num_waiting(self) -> int:
-        return len(self.queue) + len(self.suspects)
+        return len(self.queue) + len(self.suspects) + len(self.parked)
 
     @property
     def waiting(self) -> list[Sequence]:
         """All that wait, suspects first."""
-        return [*self.suspects, *self.queue]
+        return [*self.suspects, *self.queue, *self.parked.values()]
+
+    def unpark(self) -> None:
+        """There is another worker: whoever was too large may not be any more."""
+        parked, self.parked = self.parked, {}
+        for sequence in parked.values():
+            self.queue.push(sequence)

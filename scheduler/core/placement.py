@@ -41,7 +41,7 @@ def has_room(sequence: Sequence, worker: WorkerState, config: CoreConfig) -> boo
         return False
     if worker.prefill_backlog >= 2 * config.token_budget:
         return False
-    return not (sequence.is_suspect and any(one.is_suspect for one in worker.sequences))
+    return not sequence.is_suspect or worker.takes_suspect
 
 
 def can_admit(

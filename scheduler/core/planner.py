@@ -72,6 +72,7 @@ class Planner:
             budget = self._add_decodes(worker, decodes, step, budget)
         if worker.prefill_backlog > 0:
             self._add_prefills(worker, worker.running, step, budget)
+        worker.shared_steps += bool(step.sequences)
 
     def _add_decodes(self, worker: WorkerState, decodes: list[Sequence], step: Step, budget: int) -> int:
         """Add a row per sequence that can go on; the budget that is left. The loop every token passes: kept lean."""

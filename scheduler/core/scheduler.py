@@ -50,6 +50,7 @@ class Scheduler:
         pool = self._model(spec.model)
         pool.workers[worker_id] = worker
         pool.seen = True
+        pool.unpark()
         return failures
 
     def detach(self, worker_id: str, now: float, crashed: bool) -> list[Failure]:
@@ -178,12 +179,15 @@ class Scheduler:
                 failures.append(self._fail(head.request, refusal))
                 continue
             placement = choose_worker(head, workers, self.config)
-            if placement is None:
+            if placement is not None:
+                pool.queue.take(head)
+                self._admit(head, placement)
+            elif any(is_eligible(head, worker) for worker in pool.workers.values()):
                 skipped.add(head)
                 workers = [worker for worker in workers if not is_eligible(head, worker)]
             else:
-                pool.queue.take(head)
-                self._admit(head, placement)
+                pool.queue.remove(head)
+                pool.parked[head.sequence_id] = head
         return failures
 
     def plan(self, worker_id: str) -> Step | None:
@@ -340,6 +344,8 @@ class Scheduler:
         pool = self._model(sequence.request.spec.model)
         if sequence in pool.suspects:
             pool.suspects.remove(sequence)
+        elif sequence.sequence_id in pool.parked:
+            del pool.parked[sequence.sequence_id]
         else:
             pool.queue.remove(sequence)
 

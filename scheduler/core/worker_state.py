@@ -63,6 +63,8 @@ class WorkerState:
     drafting: bool = False
     suspect: Sequence | None = None
     """the running sequence that steps must not share with any other; at most one"""
+    shared_steps: int = 0
+    """steps with rows that were not a suspect's, since the last suspect"""
 
     @classmethod
     def attach(cls, worker_id: str, spec: WorkerSpec) -> WorkerState:
@@ -96,12 +98,20 @@ class WorkerState:
         yield from self.running
         yield from self.leaving
 
+    @property
+    def takes_suspect(self) -> bool:
+        """One suspect at a time, and between two of them a step for all the others, so that many starve nobody."""
+        if self.suspect is not None or any(one.is_suspect for one in self.leaving):
+            return False
+        return self.shared_steps > 0 or not self.running
+
     def enter(self, sequence: Sequence) -> int:
         """Give a sequence a slot."""
         slot = self.free_slots.pop()
         insort(self.running, sequence, key=lambda one: one.order)
         if sequence.is_suspect:
             self.suspect = sequence
+            self.shared_steps = 0
         return slot
 
     def leave(self, sequence: Sequence) -> None:

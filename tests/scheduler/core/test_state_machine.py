@@ -84,6 +84,7 @@ class Cell(RuleBasedStateMachine):
         client=st.sampled_from(["a", "b"]),
         salt=st.sampled_from(["", "", "salt"]),
         logprobs=st.sampled_from([False, False, True]),
+        poison=st.sampled_from([None] * 9 + [0, 2]),
         plain=st.booleans(),
     )
     def submit(self, **draw: Any) -> None:
@@ -127,6 +128,8 @@ class Cell(RuleBasedStateMachine):
         if refusal is not None:
             assert not resumed
             assert refusal.kind in (RefusalKind.QUEUE_FULL, RefusalKind.INVALID)
+        elif draw.get("poison") is not None:
+            self.simulation.poison[self.names] = draw["poison"]
 
     @precondition(lambda self: self.simulation.core.requests)
     @rule(which=st.integers(0, 9), choice=st.none() | st.integers(0, 3))
@@ -219,10 +222,11 @@ class Cell(RuleBasedStateMachine):
         simulation = getattr(self, "simulation", None)
         if simulation is None:
             return
-        for model in MODELS:
-            self.names += 1
-            simulation.start(f"last{self.names}", WorkerSpec(model, "z", 40, 4, 6, 120))
-        simulation.run_dry()
+        while simulation.core.requests:  # poison may kill the last workers, too
+            for model in MODELS:
+                self.names += 1
+                simulation.start(f"last{self.names}", WorkerSpec(model, "z", 40, 4, 6, 120))
+            simulation.run_dry()
         for name in simulation.attached:
             if simulation.core.workers[name].draining:
                 assert simulation.leave_if_drained(name)
