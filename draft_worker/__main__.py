@@ -52,7 +52,6 @@ async def serve(config: DraftWorkerConfig) -> int:
         part.add_done_callback(lambda _: stop.set())
     for name in ("", SERVICE_NAME):
         health.set(name, True)
-    print(f"READY draft_worker {address}", flush=True)
 
     async def drain() -> None:
         # Workers need no notice: without tails they decode plainly from the next step.
@@ -61,7 +60,8 @@ async def serve(config: DraftWorkerConfig) -> int:
         await asyncio.gather(announcing, return_exceptions=True)
 
     try:
-        await run_until_signal(server, drain, health=health, grace_s=0.5, stop=stop)
+        ready = f"READY draft_worker {address}"
+        await run_until_signal(server, drain, health=health, grace_s=0.5, stop=stop, ready=ready)
     finally:
         crashed = thread.ended.done() or (announcing.done() and not announcing.cancelled())
         announcing.cancel()

@@ -112,8 +112,8 @@ async def serve(config: GatewayConfig, texts: dict[str, ModelText]) -> None:
     gateway = Gateway(config, texts)
     try:
         port = await gateway.start()
-        print(f"READY gateway {server.join_address(config.host, port)}", flush=True)
-        await server.run_until_signal(gateway.server, gateway.drain, health=gateway.health)
+        ready = f"READY gateway {server.join_address(config.host, port)}"
+        await server.run_until_signal(gateway.server, gateway.drain, health=gateway.health, ready=ready)
     finally:
         await gateway.server.stop(0)
         await gateway.close()

@@ -37,7 +37,6 @@ async def serve(settings: SchedulerConfig) -> None:
     for name in ("", *SERVICES):
         health.set(name, True)
     watch = asyncio.create_task(cell.watch())
-    print(f"READY scheduler {join_address(settings.host, port)}", flush=True)
     logs.event(logger, "serving", address=join_address(settings.host, port), term=cell.term, metrics_port=metrics_port)
 
     async def drain() -> None:
@@ -46,7 +45,8 @@ async def serve(settings: SchedulerConfig) -> None:
             await asyncio.wait_for(cell.idle.wait(), settings.drain_timeout_s)
 
     try:
-        await run_until_signal(server, drain, health=health, grace_s=1.0)
+        ready = f"READY scheduler {join_address(settings.host, port)}"
+        await run_until_signal(server, drain, health=health, grace_s=1.0, ready=ready)
     finally:
         watch.cancel()
         await telemetry.close()

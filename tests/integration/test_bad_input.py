@@ -32,7 +32,7 @@ async def cluster(tmp_path_factory: Any) -> AsyncIterator[Cluster]:
 
 def details(error: grpc.aio.AioRpcError) -> dict[str, Any]:
     """The rich details by type name."""
-    status = rpc_status.from_call(error)  # type: ignore[arg-type]
+    status = rpc_status.from_call(error)
     assert status is not None, f"no rich status: {error}"
     found: dict[str, Any] = {}
     for detail in status.details:

@@ -88,7 +88,8 @@ class Worker:
         )
         for slot, prefill in zip(step.slots, step.num_prefill_tokens, strict=True):
             state = self.sequences.get(slot)
-            finish = emitted = 0
+            emitted = 0
+            finish: Any = 0
             if state is not None and not state[3]:
                 tokens, computed, admission, _ = state
                 computed = min(len(tokens), computed + prefill) if prefill else len(tokens)
@@ -138,10 +139,16 @@ class Served:
         assert (await gateway.read()).welcome.term == self.cell.term
         return gateway
 
-    async def worker(self, worker_id: str = "w1", run: bool = True, **hello: Any) -> Worker:
+    async def worker(self, worker_id: str = "w1", run: bool = True, hello: dict[str, Any] | None = None) -> Worker:
         call = scheduler_pb2_grpc.SchedulerServiceStub(self.channel).Attach()
-        facts = {"model": "m", "fingerprint": "f", "num_blocks": 64, "block_size": 4, "max_sequences": 8}
-        facts |= {"max_model_len": 128, "vocab_size": 1000, **hello}
+        facts: dict[str, Any] = {
+            "model": "m",
+            "fingerprint": "f",
+            "num_blocks": 64,
+            "block_size": 4,
+            "max_sequences": 8,
+        }
+        facts |= {"max_model_len": 128, "vocab_size": 1000, **(hello or {})}
         message = scheduler_pb2.WorkerHello(worker_id=worker_id, boot_id="b", **facts)
         await call.write(scheduler_pb2.AttachRequest(hello=message))
         response = await asyncio.wait_for(call.read(), 5)

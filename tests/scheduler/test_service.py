@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import grpc
 import pytest
@@ -20,6 +21,12 @@ async def until(condition, timeout_s: float = 5.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110 (the state is in this very loop; a turn of it is all that is awaited)
             await asyncio.sleep(0)
+
+
+def holder(served: Served, request_id: str) -> Any:
+    """Whose the id is, as (gateway, handle)."""
+    owner = served.cell.owners.find(request_id)
+    return owner and owner.key
 
 
 async def test_a_request_runs_to_its_end(served: Served) -> None:
@@ -130,7 +137,7 @@ async def test_one_id_cannot_live_twice(served: Served) -> None:
     await until(lambda: served.cell.owners.find("r1"))
     await other.send(submits=[submit(7, request_id="r1")])
     assert (await other.error(7)).code == code_pb2.ALREADY_EXISTS
-    assert served.cell.owners.find("r1").key == ("g1", 1)
+    assert holder(served, "r1") == ("g1", 1)
 
 
 async def test_a_higher_attempt_supersedes_silently(served: Served) -> None:
@@ -158,7 +165,7 @@ async def test_a_lost_gateway_s_requests_are_kept_for_the_grace_then_cancelled(s
     assert len(served.cell.owners) == 2
     other = await served.gateway("g2")
     await other.send(submits=[submit(9, request_id="r1", attempt=1)])
-    await until(lambda: served.cell.owners.find("r1").key == ("g2", 9))
+    await until(lambda: holder(served, "r1") == ("g2", 9))
     await until(lambda: len(served.cell.owners) == 1)
     assert served.cell.owners.find("r2") is None
     assert set(served.cell.core.requests) == {("g2", 9)}
@@ -247,7 +254,7 @@ async def test_a_higher_term_seen_by_a_peer_makes_the_leader_acquire_anew(served
 async def test_models_are_told_when_workers_come_and_go(served: Served) -> None:
     gateway = await served.gateway()
     assert not (await gateway.read()).models.models
-    worker = await served.worker("w1", fingerprint="x")
+    worker = await served.worker("w1", hello={"fingerprint": "x"})
     model = (await gateway.read()).models.models[0]
     assert (model.name, model.workers, model.max_model_len, model.vocab_size) == ("m", 1, 128, 1000)
     assert (model.max_sequence_tokens, list(model.fingerprints)) == (256, ["x"])
@@ -281,7 +288,7 @@ async def test_streams_that_do_not_begin_with_hello_are_refused(served: Served) 
 @pytest.mark.parametrize("field", ["num_blocks", "block_size", "max_sequences", "max_model_len"])
 async def test_a_hello_that_cannot_work_is_refused_by_name(served: Served, field: str) -> None:
     with pytest.raises(grpc.aio.AioRpcError, match=f"hello.{field}"):
-        await served.worker(**{field: 0})
+        await served.worker(hello={field: 0})
 
 
 async def test_prompt_logprobs_are_computed_once_for_n_choices_and_never_from_cache(served: Served) -> None:
@@ -302,4 +309,5 @@ async def test_a_gateway_that_does_not_read_gets_one_message_per_choice(served: 
     served.cell.submit(session, submit(1, max_tokens=40))
     await until(lambda: not served.cell.core.requests)
     response = await session.next_response()
+    assert response is not None
     assert [list(output.token_ids) for output in response.outputs] == [[100 + index for index in range(40)]]
