@@ -22,7 +22,8 @@ def find_prefix(sequence: Sequence, pool: BlockPool) -> tuple[list[int], list[by
         return [], []
     spec = sequence.request.spec
     max_blocks = (len(sequence.token_ids) - 1) // pool.block_size
-    return pool.cache.match(chain_seed(spec.model, spec.cache_salt), sequence.token_ids, max_blocks)
+    links = sequence.links.setdefault(pool.block_size, [])
+    return pool.cache.match(chain_seed(spec.model, spec.cache_salt), sequence.token_ids, max_blocks, links)
 
 
 def open_table(sequence: Sequence, pool: BlockPool, prefix: tuple[list[int], list[bytes]]) -> None:
@@ -39,6 +40,7 @@ def open_table(sequence: Sequence, pool: BlockPool, prefix: tuple[list[int], lis
     sequence.computed = sequence.planned = len(hit) * size
     sequence.prefill_end = len(sequence.token_ids)
     sequence.register_at = (len(hit) + 1) * size
+    sequence.links = {}
 
 
 def grow_table(sequence: Sequence, pool: BlockPool, horizon: int) -> list[int] | None:

@@ -45,14 +45,24 @@ class PrefixCache:
     def knows(self, block: int) -> bool:
         return block in self._name_of
 
-    def match(self, seed: bytes, tokens: Tokens[int], max_blocks: int) -> tuple[list[int], list[bytes]]:
-        """The longest known run of full blocks at the start of `tokens`: (blocks, their names)."""
+    def match(
+        self, seed: bytes, tokens: Tokens[int], max_blocks: int, links: list[tuple[bytes, bytes]] | None = None
+    ) -> tuple[list[int], list[bytes]]:
+        """The longest known run of full blocks at the start of `tokens`: (blocks, their names).
+
+        `links` remembers (name, content) of the blocks looked at, for whoever asks again with the same tokens or more.
+        """
         blocks: list[int] = []
         names: list[bytes] = []
         parent, size = seed, self.block_size
+        links = [] if links is None else links
         for index in range(max_blocks):
-            content = block_content(tokens[index * size : (index + 1) * size])
-            name = chain_hash(parent, content)
+            if index < len(links):
+                name, content = links[index]
+            else:
+                content = block_content(tokens[index * size : (index + 1) * size])
+                name = chain_hash(parent, content)
+                links.append((name, content))
             block = self._block_of.get(name)
             if block is None or self._name_of[block][1] != content:
                 break

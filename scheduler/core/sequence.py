@@ -122,6 +122,7 @@ class Sequence:
         "horizon",
         "in_flight",
         "limit",
+        "links",
         "num_prompt",
         "planned",
         "prefill_end",
@@ -171,7 +172,9 @@ class Sequence:
         self.accepted = 0
         self.resumptions = 0
         self.crashes = spec.crashes
+        # Its waiting.
         self.stranded_since: float | None = None
+        self.links: dict[int, list[tuple[bytes, bytes]]] = {}
 
     def __repr__(self) -> str:
         return f"<sequence {self.sequence_id} {self.state.name} {self.computed}/{len(self.token_ids)}>"

@@ -41,6 +41,19 @@ def test_an_equal_block_after_another_prefix_does_not_match() -> None:
     assert cache.match(SEED, (2, 2, 5, 5), 2) == ([2], [other])
 
 
+def test_links_are_computed_once_and_only_as_far_as_looked() -> None:
+    cache = PrefixCache(2)
+    first = cache.register(0, SEED, (1, 2))
+    links: list[tuple[bytes, bytes]] = []
+    assert cache.match(SEED, (1, 2, 3, 4, 5, 6), 3, links)[0] == [0]
+    assert len(links) == 2
+    cache.register(9, first, (3, 4))
+    assert cache.match(SEED, (1, 2, 3, 4, 5, 6), 3, links)[0] == [0, 9]
+    assert [name for name, _ in links[:1]] == [first]
+    assert len(links) == 3
+    assert cache.match(SEED, (1, 2, 3, 4), 2, links)[0] == cache.match(SEED, (1, 2, 3, 4), 2)[0] == [0, 9]
+
+
 def test_another_salt_does_not_match() -> None:
     cache = PrefixCache(2)
     cache.register(0, chain_seed("m", "mine"), (1, 2))
