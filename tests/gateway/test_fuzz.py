@@ -13,8 +13,8 @@ from tandem.v1 import generation_pb2
 
 from cluster import errors
 
+from .calls import LENGTH, collect
 from .conftest import Cell, Connection
-from .test_servicer import LENGTH, collect
 
 TEXTS = [
     "",

@@ -24,8 +24,8 @@ from gateway.intake import Caller, Intake
 from gateway.text import ModelText
 from gateway.text_workers import TextWorkers
 
+from .calls import LENGTH, ask, collect, failure, joined
 from .conftest import CHAT_TEMPLATE, Connection, ScriptedScheduler, byte_level, write_folder
-from .test_servicer import LENGTH, ask, collect, failure, joined
 
 
 class Process:

@@ -14,8 +14,8 @@ from tandem.v1 import generation_pb2, scheduler_pb2, types_pb2
 from cluster import errors
 from gateway import session as session_module
 
+from .calls import LENGTH, STOP, ask, collect, failure, joined
 from .conftest import Cell
-from .test_servicer import LENGTH, STOP, ask, collect, failure, joined
 
 
 async def test_a_lost_scheduler_is_a_pause(cell: Cell) -> None:
