@@ -60,8 +60,8 @@ def watermark(worker: WorkerState, config: CoreConfig) -> int:
     """Blocks that admissions leave free while something runs.
 
     At least one for each: it takes the next one soon, and would then push the newcomer out again, with all that was
-    computed for it. Measured on long random outputs, that makes a half to a fifth of the preemptions, for half a percent
-    more steps.
+    computed for it. Measured on long random outputs, that makes a half to a fifth of the preemptions, for 0.5 % more
+    steps.
     """
     if not (worker.running or worker.leaving):
         return 0
