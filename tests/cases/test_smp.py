@@ -1,0 +1,69 @@
+"""Sampling, from what a client asks for to what it gets: cases 12, 28 and 30."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from tests.cases.cell import PIECE_IDS, ForcedEngine, whole_cell
+from tests.integration.harness import expected_tokens, receive, request
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_case_12_a_bad_word_appears_in_no_form(folder: Path, temperature: float) -> None:
+    """ "Rome" and " Rome" are tokens here, and the word has other spellings; all that makes one is very likely."""
+    async with whole_cell(folder) as cell:
+        answers = []
+        for bad_words in ([], ["Rome"]):
+            message = request("of", 250, temperature=temperature)
+            for letter in "Rome ":
+                message.sampling.logit_bias[ord(letter)] = 6.0
+            for piece in ("Rome", " Rome"):
+                message.sampling.logit_bias[PIECE_IDS[piece]] = 39.5
+            message.sampling.bad_words.extend(bad_words)
+            answers.append(await receive(cell.stub.GenerateStream(message)))
+    free, banned = answers
+    assert free.texts[0].count("Rome") > 20, "the word is too unlikely to show anything"
+    assert free.texts[0].count(" Rome") > 5
+    assert {PIECE_IDS["Rome"], PIECE_IDS[" Rome"]} <= set(free.tokens[0])
+    in_letters = [free.tokens[0][at : at + 4] for at in range(247)].count(list(b"Rome"))
+    assert in_letters > 0, "the word is never spelt letter by letter"
+    assert "Rome" not in banned.texts[0]
+    assert banned.texts[0].count("R") > 20, "only the word itself is banned"
+
+
+async def test_case_28_penalties_are_the_same_cold_and_warm(folder: Path) -> None:
+    prompt = list(b"say the same thing, say it twice, say it cold and warm")
+    truth = expected_tokens(prompt, 48, repetition_penalty=1.3)
+    assert truth != expected_tokens(prompt, 48), "the penalty changes nothing here"
+    async with whole_cell(folder) as cell:
+        for cached in (0, 48):
+            answer = await receive(cell.stub.GenerateStream(request(prompt, 48, repetition_penalty=1.3)))
+            assert answer.usage.cached_tokens == cached
+            assert answer.tokens[0] == truth
+
+
+async def test_case_30_one_penalised_request_among_plain_ones(folder: Path) -> None:
+    """Each gives what it gives alone; one that the engine cannot serve is all that fails."""
+    engine = ForcedEngine(fail_on_token_ids=frozenset({7}), step_ms=1)
+    async with whole_cell(folder, engine) as cell:
+        penalised: dict[str, Any] = {"repetition_penalty": 1.4, "frequency_penalty": 0.5, "presence_penalty": 0.3}
+        params = [{}, {}, penalised, {"temperature": 0.9}, {}]
+        prompts = [list(f"request {index}".encode()) for index in range(5)]
+        bad = asyncio.ensure_future(
+            receive(cell.stub.GenerateStream(request([*b"bad", 7], 40, repetition_penalty=1.4)))
+        )
+        calls = [
+            receive(cell.stub.GenerateStream(request(prompt, 40, **given)))
+            for prompt, given in zip(prompts, params, strict=True)
+        ]
+        answers = await asyncio.gather(*calls)
+        with pytest.raises(grpc.aio.AioRpcError, match="not finite"):
+            await bad
+        for prompt, given, answer in zip(prompts, params, answers, strict=True):
+            assert answer.tokens[0] == expected_tokens(prompt, 40, **given)
+        await cell.until_idle()
