@@ -115,7 +115,7 @@ func longStory(ctx context.Context, client pb.GenerationServiceClient, received 
 
 // No more than so much time, the waiting included. What came until then is yours.
 func deadline(client pb.GenerationServiceClient) {
-	ctx, cancel := context.WithTimeout(context.Background(), 500*time.Millisecond)
+	ctx, cancel := context.WithTimeout(context.Background(), time.Second)
 	defer cancel()
 	amount := "no"
 	err := longStory(ctx, client, func(int) { amount = "some" })

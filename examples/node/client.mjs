@@ -96,7 +96,7 @@ const longStory = { text: "A very long story:", stop: { ignore_eos: true } };
 async function deadline(client) {
   let numTokens = 0;
   try {
-    for await (const { deltas } of client.GenerateStream(longStory, within(0.5)))
+    for await (const { deltas } of client.GenerateStream(longStory, within(1)))
       for (const delta of deltas) numTokens += delta.token_ids.length;
   } catch (error) {
     console.log(`deadline: ${grpc.status[error.code]} after ${numTokens ? "some" : "no"} tokens`);

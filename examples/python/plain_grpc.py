@@ -78,7 +78,7 @@ async def deadline(stub: GenerationServiceStub) -> None:
     """No more than so many seconds, the waiting included. What came until then is yours."""
     num_tokens = 0
     try:
-        async for response in stub.GenerateStream(long_story(), timeout=0.5):
+        async for response in stub.GenerateStream(long_story(), timeout=1):
             num_tokens += sum(len(delta.token_ids) for delta in response.deltas)
     except grpc.aio.AioRpcError as error:
         print(f"deadline: {error.code().name} after {'some' if num_tokens else 'no'} tokens")

@@ -32,7 +32,7 @@ def deadline(client: SyncTandemClient) -> None:
     """No more than so many seconds, the waiting included. What came until then is yours."""
     num_tokens = 0
     try:
-        for chunk in client.stream("A very long story:", ignore_eos=True, timeout_s=0.5):
+        for chunk in client.stream("A very long story:", ignore_eos=True, timeout_s=1):
             num_tokens += sum(len(delta.token_ids) for delta in chunk.deltas)
     except DeadlineExceeded as error:
         print(f"deadline: {error.code.name} after {'some' if num_tokens else 'no'} tokens")

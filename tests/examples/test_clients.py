@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import AsyncIterator
@@ -73,7 +74,7 @@ def sky() -> str:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(tmp_path_factory: Any) -> AsyncIterator[Cluster]:
-    """Slow enough that half a second is not enough for a whole context."""
+    """Slow enough that a second is not enough for a whole context."""
     async with running(tmp_path_factory.mktemp("cluster"), num_blocks=512, fake_step_ms=2) as started:
         yield started
 
@@ -103,6 +104,21 @@ async def check_output(done: Done, cluster: Cluster, once: str, sky: str) -> Non
 async def test_python(cluster: Cluster, once: str, sky: str, name: str) -> None:
     done = await run(sys.executable, EXAMPLES / "python" / name, address(cluster))
     await check_output(done, cluster, once, sky)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_what_the_page_shows(cluster: Cluster, grpcurl: str) -> None:
+    """The code on docs/calling.md, as it stands there but for the address."""
+    page = (ROOT / "docs" / "calling.md").read_text("utf-8").replace("127.0.0.1:50051", address(cluster))
+    programs = re.findall(r"^```(python|bash)\n(.*?)^```", page, re.M | re.S)
+    assert [kind for kind, _ in programs] == ["python", "python", "bash"]
+    for kind, program in programs:
+        if kind == "python":
+            done = await run(sys.executable, "-c", program)
+        else:
+            done = await run("sh", "-c", program.replace("grpcurl", grpcurl))
+        assert done.status == 0, done.errors
+        assert len(done.output.strip()) >= NUM_TOKENS, done.output
 
 
 @pytest.mark.asyncio(loop_scope="module")
