@@ -180,7 +180,9 @@ def _attend_wave(
     visible = scores[:num_products].view(*shape, KEY_TILE)
     if softcap is not None:
         visible.div_(softcap).tanh_().mul_(softcap)
-    visible.masked_fill_(wave.hidden[:, None, :, None, :], -torch.inf)
+    partly_hidden = visible.index_select(0, wave.partly_hidden)
+    partly_hidden.masked_fill_(wave.hidden[:, None, :, None, :], -torch.inf)
+    visible.index_copy_(0, wave.partly_hidden, partly_hidden)
     peaks = visible.amax(dim=-1)
     # A tile that a query doesn't see has no peak; its weights are exp(-inf) = 0 whatever is subtracted.
     visible.sub_(peaks.clamp(min=torch.finfo(torch.float32).min)[..., None]).exp_()

@@ -41,14 +41,17 @@ class Wave:
         query_blocks: slice,
         piece_query_block: torch.Tensor,
         kv_blocks: torch.Tensor,
+        partly_hidden: torch.Tensor,
         hidden: torch.Tensor,
         merge_order: torch.Tensor,
         absent: torch.Tensor,
     ) -> None:
         self.query_blocks = query_blocks
         self.num_pieces = len(piece_query_block)
+        self.partly_hidden = partly_hidden
+        """int64 [m]: the pieces in which a query may not see every key; mostly the last of each query block"""
         self.hidden = hidden
-        """bool [n, QUERY_BLOCK, KEY_TILE]: keys that a query may not see"""
+        """bool [m, QUERY_BLOCK, KEY_TILE]: which keys"""
         self.merge_order = merge_order
         """int64 [tiles, query blocks]: each query block's pieces in order; where it has no more, its first"""
         self.absent = absent
@@ -147,13 +150,16 @@ class AttentionPlan:
         distance = self._positions[blocks][query_block][:, :, None] - key_positions[:, None, :]
         hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
 
+        partly_hidden = np.flatnonzero(hidden.any(axis=(1, 2)))
+
         steps = np.arange(num_tiles.max())[:, None]
         absent = steps >= num_tiles
         return Wave(
             query_blocks=blocks,
             piece_query_block=self._to_device(query_block),
             kv_blocks=self._to_device(self._tile_blocks(self._row[blocks][query_block], tile)),
-            hidden=self._to_device(hidden),
+            partly_hidden=self._to_device(partly_hidden),
+            hidden=self._to_device(hidden[partly_hidden]),
             merge_order=self._to_device(np.where(absent, 0, steps) + first_piece),
             absent=self._to_device(absent),
         )

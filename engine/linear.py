@@ -69,17 +69,14 @@ class TiledLinear(nn.Module):
         """x [..., in_features] → [..., out_features]."""
         num_rows = x.shape[:-1].numel()
         rows = _pad_rows(x.reshape(num_rows, self.in_features), padded_rows(num_rows))
-        if rows.shape[0] == TILE_ROWS:
-            out = functional.linear(rows, self.weight, self.bias)
-        else:
-            out = rows.new_empty((rows.shape[0], self.out_features))
-            transposed = self.weight.t()
-            for start in range(0, rows.shape[0], TILE_ROWS):
-                tile = slice(start, start + TILE_ROWS)
-                if self.bias is None:
-                    torch.mm(rows[tile], transposed, out=out[tile])
-                else:
-                    torch.addmm(self.bias, rows[tile], transposed, out=out[tile])
+        out = rows.new_empty((rows.shape[0], self.out_features))
+        transposed = self.weight.t()
+        for start in range(0, rows.shape[0], TILE_ROWS):
+            tile = slice(start, start + TILE_ROWS)
+            if self.bias is None:
+                torch.mm(rows[tile], transposed, out=out[tile])
+            else:
+                torch.addmm(self.bias, rows[tile], transposed, out=out[tile])
         return out[:num_rows].view(*x.shape[:-1], self.out_features)
 
 

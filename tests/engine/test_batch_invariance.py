@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 PROMPT_LENGTH = 140
 """more than two key tiles, and beyond the sliding windows"""
@@ -104,6 +105,39 @@ def test_rejected_drafts_leave_no_trace(runner, sequences, alone):
     for position, token in enumerate(prompt):
         found.append(state.run(("x", position, [token, *draw_tokens(position, 4)]))[0])
     assert_same_bits(torch.stack(found), alone, "after rejected drafts")
+
+
+class Products(TorchDispatchMode):
+    """Records the shapes of all matrix products."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if any(word in name for word in ("mm", "linear", "matmul", "einsum", "attention", "conv")):
+            self.shapes.add((name, *(tuple(x.shape) for x in args if isinstance(x, torch.Tensor))))
+        return func(*args, **(kwargs or {}))
+
+
+def products_of(run):
+    with Products() as products:
+        run()
+    return products.shapes
+
+
+@pytest.mark.parametrize("name", ["llama-grouped-biases", "gemma2-soft-capping-sliding", "gpt2-learned-positions"])
+def test_products_have_the_same_shapes_in_every_batch(name, tiny_model, load_runner, sequences):
+    """The reason for the equal bits, and all that can be tested of it where a machine's kernels happen to agree."""
+    runner = load_runner(tiny_model(name))
+    state = sequences(runner)
+    one = products_of(lambda: state.run(("a", 0, [5])))
+    assert len(one) >= 4, "the products weren't seen"
+    assert products_of(lambda: state.run(("b", 0, draw_tokens(1, 150)))) == one
+    rows = [(f"r{index}", 0, draw_tokens(index, 1 + 3 * index)) for index in range(13)]
+    assert products_of(lambda: state.run(*rows)) == one
+    assert products_of(lambda: state.run(("b", 150, [1]), ("a", 1, [1, 2, 3, 4, 5]), logits="last")) == one
 
 
 def test_other_block_sizes(tiny_model, load_runner, sequences):
