@@ -120,6 +120,7 @@ class WholeCell:
     executor: Executor
     engine: Any
     channel: grpc.aio.Channel
+    scheduler_address: str
 
     @property
     def stub(self) -> Any:
@@ -171,7 +172,7 @@ async def whole_cell(
                 await asyncio.sleep(0.002)
                 if draft is None and front.catalog.num_workers(MODEL):
                     break
-        yield WholeCell(cell, front, executor, executor.engine, channel)
+        yield WholeCell(cell, front, executor, executor.engine, channel, address)
 
 
 @contextlib.asynccontextmanager

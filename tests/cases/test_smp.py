@@ -13,25 +13,33 @@ from tests.cases.cell import PIECE_IDS, ForcedEngine, whole_cell
 from tests.integration.harness import expected_tokens, receive, request
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-async def test_case_12_a_bad_word_appears_in_no_form(folder: Path, temperature: float) -> None:
-    """ "Rome" and " Rome" are tokens here, and the word has other spellings; all that makes one is very likely."""
+async def test_case_12_no_spelling_of_a_bad_word_is_let_through(folder: Path) -> None:
+    """The model wants nothing but "Rome": in letters, after a space, as one token of either form."""
+    whole, spaced = PIECE_IDS["Rome"], PIECE_IDS[" Rome"]
+    script = [*b"Rome Rome", whole, spaced, *b"Ro.Rom.", *b"R"]
+    async with whole_cell(folder, ForcedEngine({ord("p"): (1, script)})) as cell:
+        free = await receive(cell.stub.GenerateStream(request("p", len(script))))
+        assert free.texts[0] == "Rome RomeRome RomeRo.Rom.R"
+        message = request("p", len(script))
+        message.sampling.bad_words.append("Rome")
+        banned = await receive(cell.stub.GenerateStream(message))
+    changed = [at for at, (a, b) in enumerate(zip(free.tokens[0], banned.tokens[0], strict=True)) if a != b]
+    assert changed == [3, 8, 9, 10], "the last token of each spelling, and nothing else"
+    assert "Rome" not in banned.texts[0]
+
+
+async def test_case_12_a_bad_word_never_appears_where_it_is_likely(folder: Path) -> None:
     async with whole_cell(folder) as cell:
         answers = []
         for bad_words in ([], ["Rome"]):
-            message = request("of", 250, temperature=temperature)
-            for letter in "Rome ":
-                message.sampling.logit_bias[ord(letter)] = 6.0
-            for piece in ("Rome", " Rome"):
-                message.sampling.logit_bias[PIECE_IDS[piece]] = 39.5
+            message = request("of", 250, temperature=1.0)
+            message.sampling.logit_bias.update(dict.fromkeys(map(ord, "Rome "), 6.0))
+            message.sampling.logit_bias.update(dict.fromkeys((PIECE_IDS["Rome"], PIECE_IDS[" Rome"]), 39.5))
             message.sampling.bad_words.extend(bad_words)
             answers.append(await receive(cell.stub.GenerateStream(message)))
     free, banned = answers
     assert free.texts[0].count("Rome") > 20, "the word is too unlikely to show anything"
     assert free.texts[0].count(" Rome") > 5
-    assert {PIECE_IDS["Rome"], PIECE_IDS[" Rome"]} <= set(free.tokens[0])
-    in_letters = [free.tokens[0][at : at + 4] for at in range(247)].count(list(b"Rome"))
-    assert in_letters > 0, "the word is never spelt letter by letter"
     assert "Rome" not in banned.texts[0]
     assert banned.texts[0].count("R") > 20, "only the word itself is banned"
 
