@@ -40,6 +40,7 @@ def request_spec(submit: Any, gateway_id: str, now: float) -> RequestSpec:
         cache_salt=submit.cache_salt,
         max_draft_tokens=max_draft,
         crashes=submit.crashes,
+        resumed=submit.attempt > 0 or any(choice.token_ids for choice in submit.choices),
     )
 
 

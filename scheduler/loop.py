@@ -70,6 +70,7 @@ class Cell:
         old = self.sessions.get(gateway_id)
         if old is not None:
             old.close()
+            self._keep_for_grace(gateway_id)
         session = Session(gateway_id)
         session.set_models(self._model_list(), self.draining)
         self.sessions[gateway_id] = session
@@ -83,7 +84,11 @@ class Cell:
             return
         del self.sessions[session.gateway_id]
         event(logger, "gateway disconnected", gateway=session.gateway_id)
-        orphans = self.owners.of_gateway(session.gateway_id)
+        self._keep_for_grace(session.gateway_id)
+
+    def _keep_for_grace(self, gateway_id: str) -> None:
+        """A gateway's session is over: what is neither resubmitted nor taken over in time ends."""
+        orphans = self.owners.of_gateway(gateway_id)
         if orphans:
             self._loop.call_later(self.config.session_grace_s, self._cancel_orphans, orphans)
 
@@ -94,8 +99,7 @@ class Cell:
         owner = Owner((session.gateway_id, message.handle), message.request_id, message.attempt)
         try:
             self._settle_ownership(owner)
-            resumed = message.attempt > 1 or any(choice.token_ids for choice in message.choices)
-            if self.draining and not resumed:
+            if self.draining and not spec.resumed:
                 raise Refusal(RefusalKind.DRAINING, "the cell is draining")
             self.core.submit(spec, now)
         except Refusal as refusal:

@@ -73,10 +73,11 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     def _on_session_message(self, session: sessions.Session, message: Any) -> None:
         if session.closed:
             return
-        for submit in message.submits:
-            self._cell.submit(session, submit)
+        # Cancellations first: they are of earlier submissions, whose ids the new ones may use again.
         for cancel in message.cancels:
             self._cell.cancel(session, cancel)
+        for submit in message.submits:
+            self._cell.submit(session, submit)
 
     async def Attach(self, request_iterator: Any, context: Any) -> None:
         message = await context.read()

@@ -161,7 +161,7 @@ class Served:
 
 def submit(handle: int = 1, prompt: int = 6, max_tokens: int | None = 5, **fields: Any) -> Any:
     """A Submit for model m."""
-    message = scheduler_pb2.Submit(handle=handle, request_id=f"r{handle}", attempt=1, model="m")
+    message = scheduler_pb2.Submit(handle=handle, request_id=f"r{handle}", model="m")
     message.prompt_token_ids.extend(range(10, 10 + prompt))
     message.choices.add(index=0)
     if max_tokens is not None:
