@@ -167,12 +167,12 @@ def test_many_suspects_leave_every_other_step_to_the_rest() -> None:
 
 
 def test_a_suspect_that_was_taken_out_is_not_alone_when_others_were_issued_after_it() -> None:
-    scheduler = scheduler_of(worker_spec(num_blocks=16), worker_spec(num_blocks=6))
-    scheduler.workers["w1"].free_slots.clear()
+    scheduler = scheduler_of(worker_spec(num_blocks=16))
     scheduler.submit(request_spec("suspect", 4, max_tokens=8, crashes=2), 0.0)
     scheduler.submit(request_spec("large", 30, max_tokens=20), 0.0)
     scheduler.place("m")
     assert scheduler.plan("w0") is not None
+    scheduler.attach("w1", worker_spec(num_blocks=6), 0.0)
     scheduler.drain("w0")  # the suspect could go to w1; large stays and is issued
     assert scheduler.plan("w0") is not None
     assert scheduler.detach("w0", 0.0, crashed=True) == []
