@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+_MAX_EXPONENT = 64
+
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
@@ -25,7 +27,9 @@ class RetryPolicy:
 
     def backoff_s(self, num_failures: int, jitter: float) -> float:
         """Pause after so many failures in a row; `jitter` in [0, 1) spreads it over 50 % to 100 % of the full pause."""
-        full = min(self.initial_backoff_s * self.multiplier ** (num_failures - 1), self.max_backoff_s)
+        # A target's failures are counted over all calls: without a bound the power outgrows a float.
+        exponent = min(num_failures - 1, _MAX_EXPONENT)
+        full = min(self.initial_backoff_s * self.multiplier**exponent, self.max_backoff_s)
         return full * (0.5 + 0.5 * jitter)
 
 

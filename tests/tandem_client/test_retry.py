@@ -44,3 +44,13 @@ def test_with_all_down_the_first_that_is_free_again_is_tried() -> None:
 def test_bad_lists_are_refused(addresses: list[str]) -> None:
     with pytest.raises(ValueError, match="target"):
         Targets(addresses)
+
+
+def test_a_target_that_failed_thousands_of_times_is_waited_for_no_longer_than_the_bound() -> None:
+    """Many calls at once count their failures together: a long outage reaches thousands."""
+    policy = RetryPolicy(max_backoff_s=3.0)
+    targets = Targets(["a"])
+    for _ in range(5000):
+        targets.failed("a", 0.0, policy, jitter=0.0, retry_after_s=0.0)
+    assert targets.choose(0.0) == ("a", 1.5)
+    assert policy.backoff_s(10**9, jitter=0.0) == 1.5
