@@ -171,7 +171,7 @@ class Supervisor:
             if not self.failed.done():
                 self.failed.set_result(f"{name} can't start ({describe_exit(status)}): {reason_of(last_lines)}")
             return False
-        self._on_line(NAME, f"{name} died ({describe_exit(status)}); starting it again in {delay_s:.1f} s")
+        self._on_line(NAME, f"{name} ended ({describe_exit(status)}); starting it again in {delay_s:.1f} s")
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(member.wake.wait(), delay_s)
         if member.lifecycle.state is State.STOPPED:

@@ -9,7 +9,7 @@ import sys
 
 from tandem.v1 import admin_pb2_grpc, scheduler_pb2_grpc
 
-from cluster import config, logs
+from cluster import config, health, logs
 from cluster.server import CannotBind, add_health, add_reflection, bind, create_server, join_address, run_until_signal
 from cluster.telemetry import Telemetry
 from scheduler.config import SchedulerConfig
@@ -18,6 +18,7 @@ from scheduler.metrics import CellCollector
 from scheduler.servicer import AdminServicer, SchedulerServicer
 
 SERVICES = ("tandem.v1.SchedulerService", "tandem.v1.AdminService")
+REFLECTED = (*SERVICES, health.SERVICE_NAME)
 logger = logging.getLogger(__name__)
 
 
@@ -27,15 +28,15 @@ async def serve(settings: SchedulerConfig) -> None:
     server = create_server()
     scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(SchedulerServicer(cell), server)
     admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(cell), server)
-    health = add_health(server)
-    add_reflection(server, SERVICES)
+    serving = add_health(server)
+    add_reflection(server, REFLECTED)
     port = bind(server, settings.host, settings.port)
     telemetry = Telemetry("scheduler")
     telemetry.registry.register(CellCollector(cell))
     metrics_port = await telemetry.serve(settings.host, settings.metrics_port)
     await server.start()
     for name in ("", *SERVICES):
-        health.set(name, True)
+        serving.set(name, True)
     watch = asyncio.create_task(cell.watch())
     logs.event(logger, "serving", address=join_address(settings.host, port), term=cell.term, metrics_port=metrics_port)
 
@@ -46,7 +47,7 @@ async def serve(settings: SchedulerConfig) -> None:
 
     try:
         ready = f"READY scheduler {join_address(settings.host, port)}"
-        await run_until_signal(server, drain, health=health, grace_s=1.0, ready=ready)
+        await run_until_signal(server, drain, health=serving, grace_s=1.0, ready=ready)
     finally:
         watch.cancel()
         await telemetry.close()

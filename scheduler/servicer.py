@@ -97,6 +97,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             )
             crashed = False  # it closed its side in order, or we ours
         finally:
+            crashed = crashed and not link.draining
             self._cell.detach(link, crashed, "its stream broke" if crashed else "it left")
 
     def _on_worker_message(self, link: WorkerLink, message: Any) -> None:
