@@ -14,6 +14,9 @@ from scheduler.core.step import Admission, Refusal, RefusalKind, Step, StepOutco
 from scheduler.core.worker_state import Resident, WorkerSpec, WorkerState
 
 RETRY_AFTER_S = 1.0
+# Every block and slot has an entry in the scheduler: more than these would stop its loop for seconds.
+MAX_BLOCKS = 1 << 22
+MAX_SEQUENCES = 1 << 16
 
 
 def request_spec(submit: Any, gateway_id: str, now: float) -> RequestSpec:
@@ -52,6 +55,9 @@ def worker_spec(hello: Any) -> WorkerSpec:
     for name in ("num_blocks", "block_size", "max_sequences", "max_model_len"):
         if getattr(hello, name) < 1:
             raise errors.InvalidField(f"hello.{name}", "must be at least 1")
+    for name, most in (("num_blocks", MAX_BLOCKS), ("max_sequences", MAX_SEQUENCES)):
+        if getattr(hello, name) > most:
+            raise errors.InvalidField(f"hello.{name}", f"at most {most} can be kept account of")
     return WorkerSpec(
         model=hello.model,
         fingerprint=hello.fingerprint,

@@ -31,6 +31,8 @@ from scheduler.workers import DraftLink, WorkerLink
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.25
+# Terms are milliseconds of a clock; what lies thousands of years ahead is garbage, and would leave no room above it.
+MAX_TERM = 1 << 48
 
 
 class Cell:
@@ -359,6 +361,9 @@ class Cell:
     def _outbid(self, highest_term: int) -> None:
         """A peer has seen a higher term: acquire anew, and let every peer attach under the new one."""
         if highest_term <= self.term:
+            return
+        if highest_term > MAX_TERM:
+            event(logger, "a peer's term is no term", level=logging.WARNING, term=highest_term)
             return
         self.term = self._lease.acquire(highest_term, time.time_ns() // 1_000_000)
         event(logger, "leadership acquired anew", term=self.term, level=logging.WARNING)

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from scheduler.core.scheduler import Scheduler
 
 
+KNOWN_ENDS = frozenset(Finish)
+
+
 def check_outcome(worker: WorkerState, outcome: StepOutcome) -> Step:
     """The step that an outcome answers; raises ProtocolViolation if they don't belong together."""
     if not worker.in_flight:
@@ -39,6 +42,8 @@ def check_outcome(worker: WorkerState, outcome: StepOutcome) -> Step:
             continue  # the common row
         if not 0 <= emitted <= reserved:
             raise ProtocolViolation(f"{sequence}: {emitted} tokens where {reserved} were reserved")
+        if ended not in KNOWN_ENDS:
+            raise ProtocolViolation(f"{sequence}: ended for an unknown reason, {ended}")
         if sequence.state in (State.RUNNING, State.LEAVING) and row not in outcome.errors:
             _check_row(sequence, emitted, reserved, ended)
     return step

@@ -291,6 +291,19 @@ async def test_a_hello_that_cannot_work_is_refused_by_name(served: Served, field
         await served.worker(hello={field: 0})
 
 
+@pytest.mark.parametrize("field", ["num_blocks", "max_sequences"])
+async def test_a_hello_too_large_to_keep_account_of_is_refused_by_name(served: Served, field: str) -> None:
+    with pytest.raises(grpc.aio.AioRpcError, match=f"hello.{field}"):
+        await served.worker(hello={field: 2**32 - 1})
+
+
+async def test_a_term_that_no_clock_gives_moves_nothing(served: Served) -> None:
+    term = served.cell.term
+    await served.gateway("g1", highest_term=2**64 - 1)
+    await served.worker(hello={"highest_term": 2**63})
+    assert served.cell.term == term
+
+
 async def test_prompt_logprobs_are_computed_once_for_n_choices_and_never_from_cache(served: Served) -> None:
     gateway, worker = await served.gateway(), await served.worker()
     message = submit(1, prompt=9)

@@ -35,6 +35,7 @@ def ready(*keys: str, prompt: int = 4, **fields: Any) -> tuple[Scheduler, Step]:
         (StepOutcome(1, [-1, 1], [], [0, 0]), "reserved"),
         (StepOutcome(1, [0, 1], [5], [0, 0]), "no token where one was due"),
         (StepOutcome(1, [0, 1], [5], [Finish.STOP, 0]), "stopped by a token"),
+        (StepOutcome(1, [1, 1], [5, 6], [77, 0]), "unknown reason"),
         (StepOutcome(1, [1, 1], [5, 6], [0, 0], num_drafted=[1], num_accepted=[1]), "drafts"),
         (StepOutcome(1, [1, 1], [5, 6], [0, 0], num_drafted=[1, 1]), "drafts"),
     ],
