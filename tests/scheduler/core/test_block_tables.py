@@ -80,6 +80,7 @@ def test_a_hit_is_shared_and_the_rest_is_allocated() -> None:
     assert second.blocks[:2] == first.blocks[:2]  # type: ignore[attr-defined]
     assert second.blocks[2] != first.blocks[2]  # type: ignore[attr-defined]
     assert (second.computed, second.planned) == (8, 8)
+    assert not second.links, "what was hashed while it waited is not kept"
     pool.check_integrity([first.blocks, second.blocks])  # type: ignore[attr-defined]
 
 

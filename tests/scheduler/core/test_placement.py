@@ -121,6 +121,14 @@ def test_the_watermark_holds_only_while_something_runs() -> None:
     assert not can_admit(sequence_of(prompt=20, limit=32), worker, ([], []), CONFIG)
 
 
+def test_admissions_leave_a_block_for_each_that_runs() -> None:
+    worker = worker_of("a")
+    for key in range(3):
+        occupy(worker, 3, str(key))  # 1 block each, 13 of 16 left
+    assert can_admit(sequence_of(prompt=39, limit=60), worker, ([], []), CONFIG)
+    assert not can_admit(sequence_of(prompt=40, limit=60), worker, ([], []), CONFIG)
+
+
 def test_a_hit_that_nobody_holds_is_not_counted_as_room() -> None:
     worker = worker_of("a", num_blocks=4)
     prompt = tuple(range(13))
