@@ -9,16 +9,22 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from contextlib import redirect_stderr
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import torch
 from gguf import GGMLQuantizationType, GGUFReader
 from tokenizers import pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GgufConfig,
+    PreTrainedTokenizerFast,
+    modeling_gguf_pytorch_utils,
+)
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
 from engine.errors import IncompleteModel, UnsupportedModel
@@ -59,8 +65,7 @@ def convert_gguf(file: Path, folder: Path, progress: Progress | None = None) -> 
     header = _read_header(file)
     report(f"unpacking {file.name}", 0.05)
     try:
-        # Its bar over the tensors obeys no switch.
-        with quiet_transformers(), redirect_stderr(StringIO()):
+        with quiet_transformers(), _tensors_reported(report):
             model = AutoModelForCausalLM.from_pretrained(
                 file.parent,
                 gguf_file=file.name,
@@ -85,6 +90,24 @@ def convert_gguf(file: Path, folder: Path, progress: Progress | None = None) -> 
     if warning:
         (folder / _WARNINGS).write_text(warning + "\n", encoding="utf-8")
     report("converted", 1.0)
+
+
+@contextmanager
+def _tensors_reported(report: Callable[[str, float | None], None]) -> Iterator[None]:
+    """Have transformers' bar over the tensors, which obeys no switch, tell `report` instead."""
+
+    def counted(tensors: list[Any], **kwargs: Any) -> Iterator[Any]:
+        for index, tensor in enumerate(tensors):
+            if index % 16 == 0:
+                report("unpacking the weights", 0.1 + 0.5 * index / len(tensors))
+            yield tensor
+
+    own = modeling_gguf_pytorch_utils.tqdm
+    modeling_gguf_pytorch_utils.tqdm = counted
+    try:
+        yield
+    finally:
+        modeling_gguf_pytorch_utils.tqdm = own
 
 
 @dataclass(frozen=True, slots=True)

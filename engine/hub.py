@@ -19,6 +19,8 @@ from engine.errors import ModelNotFound, OutOfMemory
 from engine.progress import Progress
 
 _WANTED = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+_UNWANTED = ["consolidated*", "*/*"]
+"""second copies of the weights in other layouts"""
 
 
 def download_from_hub(hub_id: str, progress: Progress | None = None) -> Path:
@@ -26,7 +28,7 @@ def download_from_hub(hub_id: str, progress: Progress | None = None) -> Path:
     if progress:
         progress(f"fetching {hub_id} from the hub", None)
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=_WANTED))
+        return Path(snapshot_download(hub_id, allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
     except GatedRepoError as error:
         raise ModelNotFound(
             f"{hub_id} is gated on the hub; accept its terms there and log in with `hf auth login`"

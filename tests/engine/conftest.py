@@ -96,6 +96,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "n_positions": 512,
         "tie_word_embeddings": True,
     },
+    "gpt-oss-sinks-sliding-moe": {
+        "model_type": "gpt_oss",
+        "head_dim": 16,
+        "sliding_window": _WINDOW,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
     "qwen3-moe": {
         "model_type": "qwen3_moe",
         "num_experts": 4,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import cache
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ ARCHITECTURES = [
     "cohere-interleaved-rotary-logit-scale",
     "granite-multipliers",
     "gpt2-learned-positions",
+    "gpt-oss-sinks-sliding-moe",
     "qwen3-moe",
 ]
 NEW_TOKENS = 40
@@ -31,8 +33,13 @@ NEAR_TIE = 1e-4
 """float64 gap between two logits under which float32 may choose either"""
 
 
+@cache
+def reference(folder, dtype):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+
+
 def transformers_greedy(folder, prompt, num_tokens):
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    model = reference(folder, torch.float32)
     with torch.inference_mode():
         out = model.generate(
             torch.tensor([prompt]),
@@ -64,9 +71,8 @@ def paged_greedy(state, prompts, num_tokens):
 
 
 def is_near_tie(folder, prefix, one, other):
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
     with torch.inference_mode():
-        logits = model(torch.tensor([prefix])).logits[0, -1]
+        logits = reference(folder, torch.float64)(torch.tensor([prefix])).logits[0, -1]
     return abs(float(logits[one] - logits[other])) < NEAR_TIE
 
 
