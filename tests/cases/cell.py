@@ -11,7 +11,7 @@ import contextlib
 import json
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from cluster.channel import connect
 from cluster.server import bind, create_server
 from draft_worker.drafting import Drafter, DraftThread
 from draft_worker.mirrors import MirrorTable
-from draft_worker.model_proposer import ModelProposer
+from draft_worker.proposer import Proposer
 from draft_worker.servicer import DraftServicer
 from engine.batch import Batch
 from engine.fake import FakeEngine
@@ -43,6 +43,7 @@ from worker.drafting import DraftLink
 from worker.executor import Executor, NoDrafting
 from worker.sequences import SequenceTable, limits_of
 from worker.stepping import StepThread
+from worker.steps import StepOutcome
 
 EOS = 257
 PIECES = ("QR", "TU", "a b", " cd", "the", " end", "Rome", " Rome")
@@ -133,21 +134,28 @@ class WholeCell:
     async def until_idle(self) -> None:
         """No request, no running step, no referenced block; and everything adds up."""
         core = self.scheduler.core
-        async with asyncio.timeout(10):
-            while core.requests or any(w.in_flight or w.pool.num_referenced for w in core.workers.values()):
-                await asyncio.sleep(0.002)
+        await until(
+            lambda: not core.requests and not any(w.in_flight or w.pool.num_referenced for w in core.workers.values())
+        )
         core.check_integrity()
+
+
+async def until(condition: Callable[[], Any], timeout_s: float = 30.0) -> None:
+    """Wait for what other tasks and threads bring about."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110  (parts of what is watched belong to other threads)
+            await asyncio.sleep(0.001)
 
 
 @contextlib.asynccontextmanager
 async def whole_cell(
     folder: Path,
     engine: Any = None,
-    draft: Any = None,
+    draft: Callable[[], Proposer] | None = None,
     scheduler: Mapping[str, Any] | None = None,
     gateway: Mapping[str, Any] | None = None,
 ) -> AsyncIterator[WholeCell]:
-    """`folder`: as write_model makes it. `engine` defaults to a ForcedEngine; `draft`: a draft worker's engine."""
+    """`folder`: as write_model makes it; `engine`: a ForcedEngine unless given; `draft` makes a proposer."""
     async with contextlib.AsyncExitStack() as stack:
         cell = Cell(SchedulerConfig(port=0, **(scheduler or {})))
         server = create_server()
@@ -167,11 +175,8 @@ async def whole_cell(
         stack.push_async_callback(front.close)
         stack.push_async_callback(front.server.stop, 0)
         stack.push_async_callback(channel.close)
-        async with asyncio.timeout(20):
-            while not (front.catalog.num_workers(MODEL) and all(w.drafting for w in cell.core.workers.values())):
-                await asyncio.sleep(0.002)
-                if draft is None and front.catalog.num_workers(MODEL):
-                    break
+        await until(lambda: front.catalog.num_workers(MODEL))
+        await until(lambda: draft is None or all(worker.drafting for worker in cell.core.workers.values()))
         yield WholeCell(cell, front, executor, executor.engine, channel, address)
 
 
@@ -179,13 +184,18 @@ async def whole_cell(
 async def _worker(scheduler: str, engine: Any, drafting: bool) -> AsyncIterator[Executor]:
     """A worker as `worker.__main__` puts it together."""
     parts: list[Attachment] = []
-    steps = StepThread(lambda outcome: parts[0].send_outcome(outcome))
+
+    def send_outcome(outcome: StepOutcome) -> None:
+        parts[0].send_outcome(outcome)
+
+    def send_heartbeat() -> None:
+        parts[0].send_heartbeat()
+
+    steps = StepThread(send_outcome)
     limits = limits_of(engine.info)
     link = None
     if drafting:
-        link = DraftLink(
-            worker_id="w", model=MODEL, vocab_size=limits.vocab_size, on_change=lambda: parts[0].send_heartbeat()
-        )
+        link = DraftLink(worker_id="w", model=MODEL, vocab_size=limits.vocab_size, on_change=send_heartbeat)
     executor = Executor(engine, SequenceTable(limits, choice_seed), link or NoDrafting())
     steps.adopt(executor)
     parts.append(
@@ -208,12 +218,12 @@ async def _worker(scheduler: str, engine: Any, drafting: bool) -> AsyncIterator[
 
 
 @contextlib.asynccontextmanager
-async def _draft_worker(engine: Any) -> AsyncIterator[str]:
+async def _draft_worker(make: Callable[[], Proposer]) -> AsyncIterator[str]:
     """A draft worker's parts; its address."""
     servicer = DraftServicer(MODEL)
     thread = DraftThread(servicer.deliver)
     servicer.inbox = thread.inbox
-    await thread.start(lambda: Drafter(ModelProposer(engine, "draft", engine.info.vocab_size), MirrorTable(64, 8)))
+    await thread.start(lambda: Drafter(make(), MirrorTable(64, 8)))
     server = create_server()
     draft_pb2_grpc.add_DraftServiceServicer_to_server(servicer, server)
     port = bind(server, "127.0.0.1", 0)

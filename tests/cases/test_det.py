@@ -80,7 +80,7 @@ async def test_case_7_what_was_held_back_comes_at_the_end_of_sequence(folder: Pa
 
 
 @pytest.mark.parametrize("stop", [{"strings": ["S"]}, {"token_ids": [ord("S")]}])
-async def test_case_10_a_list_of_one_stop_of_one_token_stops(folder: Path, stop: dict[str, list[Any]]) -> None:
+async def test_case_10_a_list_of_one_stop_of_one_token_stops(folder: Path, stop: dict[str, Any]) -> None:
     _, choice = await say(folder, list(b"abSd"), **stop)
     assert (choice.text, choice.finish_reason) == ("ab", STOP)
     assert list(choice.token_ids) == list(b"abS")

@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 import pytest_asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -51,7 +50,9 @@ async def test_case_16_ignoring_the_end_of_sequence_takes_effect(
     streamed = await receive(cell.stub.GenerateStream(message))
     choice = (await cell.whole(message)).choices[0]
     assert list(choice.token_ids) == streamed.tokens[0] == [EOS] * num_tokens
-    assert (choice.finish_reason, choice.stop_token_id) == (streamed.finish[0], stop_token_id) == (finish, stop_token_id)
+    assert (
+        (choice.finish_reason, choice.stop_token_id) == (streamed.finish[0], stop_token_id) == (finish, stop_token_id)
+    )
 
 
 # ----------------------------------------------------------------------------------- every option reaches the sampler
@@ -153,7 +154,11 @@ async def gateway_process(folder: Path) -> AsyncIterator[tuple[str, Connection]]
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": MODEL_LEN}))
     scheduler = ScriptedScheduler()
-    size = {"max_model_len": MODEL_LEN, "max_sequence_tokens": MODEL_LEN, "vocab_size": tokenizer.get_vocab_size()}
+    size: dict[str, Any] = {
+        "max_model_len": MODEL_LEN,
+        "max_sequence_tokens": MODEL_LEN,
+        "vocab_size": tokenizer.get_vocab_size(),
+    }
     scheduler.models = [scheduler_pb2.ModelState(name="tiny", workers=1, **size)]
     server = create_server()
     scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(scheduler, server)
@@ -173,28 +178,46 @@ async def gateway_process(folder: Path) -> AsyncIterator[tuple[str, Connection]]
         await server.stop(0)
 
 
-async def longest_probe_s(channel: grpc.aio.Channel, until: asyncio.Future[Any]) -> tuple[float, int]:
-    """Health probes, one after the other: the longest, and how many."""
-    health, longest, count = health_pb2_grpc.HealthStub(channel), 0.0, 0
-    while not until.done():
-        began = time.perf_counter()
-        response = await health.Check(health_pb2.HealthCheckRequest())
+class Bystander:
+    """One who probes health and takes tokens of a stream all the while; remembers the longest wait."""
+
+    def __init__(self, address: str, connection: Connection) -> None:
+        self.longest_s = 0.0
+        self.num_waits = 0
+        self._connection = connection
+        self._channel = connect(address)
+        self._health = health_pb2_grpc.HealthStub(self._channel)
+        hi = generation_pb2.GenerateStreamRequest(model="tiny", text="hi")
+        self._call = generation_pb2_grpc.GenerationServiceStub(self._channel).GenerateStream(hi)
+        self._submit: Any = None
+        self._index = 0
+
+    async def watch(self, until: asyncio.Future[Any]) -> float:
+        """Until something is done; the longest wait in seconds."""
+        self.longest_s, self.num_waits = 0.0, 0
+        if self._submit is None:
+            self._submit = await self._connection.submit()
+        while not until.done():
+            for wait in (self._probe(), self._token()):
+                began = time.perf_counter()
+                await wait
+                self.longest_s = max(self.longest_s, time.perf_counter() - began)
+                self.num_waits += 1
+            await asyncio.sleep(0.01)
+        return self.longest_s
+
+    async def _probe(self) -> None:
+        response = await self._health.Check(health_pb2.HealthCheckRequest())
         assert response.status == health_pb2.HealthCheckResponse.SERVING
-        longest, count = max(longest, time.perf_counter() - began), count + 1
-        await asyncio.sleep(0.01)
-    return longest, count
 
+    async def _token(self) -> None:
+        self._connection.emit(self._submit, b"x", self._index)
+        assert (await self._call.read()).deltas[0].first_token_index == self._index
+        self._index += 1
 
-async def longest_pause_s(call: Any, connection: Connection, submit: Any, until: asyncio.Future[Any]) -> float:
-    """Send a token of a stream and wait for it, again and again: the longest time that one took."""
-    longest, index = 0.0, 0
-    while not until.done():
-        began = time.perf_counter()
-        connection.emit(submit, b"x", index)
-        assert (await call.read()).deltas[0].first_token_index == index
-        longest, index = max(longest, time.perf_counter() - began), index + 1
-        await asyncio.sleep(0.01)
-    return longest
+    async def leave(self) -> None:
+        self._call.cancel()
+        await self._channel.close()
 
 
 def asked(kind: str) -> Any:
@@ -206,32 +229,28 @@ def asked(kind: str) -> Any:
     return message
 
 
-async def test_case_42_and_78_a_prompt_of_5_mb_is_served_and_holds_nobody_up(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["text", "chat"])
+async def test_case_42_and_78_a_prompt_of_5_mb_is_served_and_holds_nobody_up(tmp_path: Path, kind: str) -> None:
+    """A few attempts are allowed, and where even an idle gateway answers slowly, because the machine is busy otherwise,
+    the bound is a part of the time that the prompt takes. A loop that freezes breaks both, every time.
+    """
     async with gateway_process(tmp_path) as (address, connection):
-        channel, others = connect(address), connect(address)
-        stub = generation_pb2_grpc.GenerationServiceStub(channel)
-        for kind in ("text", "chat"):
-            # The machine may be busy: what holds for one of a few attempts is no accident, a frozen loop is none ever.
-            for _ in range(4):
-                stream = generation_pb2_grpc.GenerationServiceStub(others).GenerateStream(
-                    generation_pb2.GenerateStreamRequest(model="tiny", text="hi")
-                )
-                submit = await connection.submit()
-                long = stub.GenerateStream(asked(kind))
-                arrived = asyncio.ensure_future(asyncio.wait_for(connection.submits.get(), 60))
-                (probe_s, count), pause_s = await asyncio.gather(
-                    longest_probe_s(others, arrived), longest_pause_s(stream, connection, submit, arrived)
-                )
-                whole = await arrived
-                assert len(whole.prompt_token_ids) > 500_000
-                connection.emit(whole, [5], finish_reason=LENGTH)
-                assert (await long.read()).usage.prompt_tokens == len(whole.prompt_token_ids)
-                stream.cancel()
-                await connection.cancel()
-                if probe_s < 0.1 and pause_s < 0.1:
-                    break
-            assert count > 10, "it was over too soon to tell"
-            assert (probe_s < 0.1, pause_s < 0.1) == (True, True), f"{kind}: {probe_s:.3f} s, {pause_s:.3f} s"
+        channel, bystander = connect(address), Bystander(address, connection)
+        for _ in range(3):
+            idle_s = await bystander.watch(asyncio.ensure_future(asyncio.sleep(0.3)))
+            long = generation_pb2_grpc.GenerationServiceStub(channel).GenerateStream(asked(kind))
+            began = time.perf_counter()
+            arrived = asyncio.ensure_future(asyncio.wait_for(connection.submits.get(), 90))
+            longest_s = await bystander.watch(arrived)
+            took_s = time.perf_counter() - began
+            whole = await arrived
+            assert len(whole.prompt_token_ids) > 500_000
+            connection.emit(whole, [5], finish_reason=LENGTH)
+            assert (await long.read()).usage.prompt_tokens == len(whole.prompt_token_ids)
+            assert bystander.num_waits > 10, "it was over too soon to tell"
+            bound_s = 0.1 if idle_s < 0.02 else max(0.1, took_s / 6)
+            if longest_s < bound_s:
+                break
+        assert longest_s < bound_s, f"somebody waited {longest_s:.3f} s of {took_s:.1f}, and {idle_s:.3f} s when idle"
+        await bystander.leave()
         await channel.close()
-        await others.close()
-

@@ -14,7 +14,7 @@ from tandem.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 from cluster.channel import connect
 from scheduler.core.scheduler import Scheduler
-from tests.cases.cell import ForcedEngine, WholeCell, whole_cell
+from tests.cases.cell import ForcedEngine, WholeCell, until, whole_cell
 from tests.integration.harness import MODEL, Answer, expected_tokens, receive, request
 from tests.scheduler.peers import Gateway, submit
 
@@ -63,9 +63,7 @@ async def test_case_35_chunks_and_preemption_change_no_prompt_logprob(
         undisturbed = await cell.whole(with_logprobs(prompt, 20))
     async with whole_cell(folder, ForcedEngine(num_blocks=22), scheduler={"token_budget": 7}) as cell:
         growing = [asyncio.ensure_future(receive(cell.stub.GenerateStream(request(f"{i}", 90)))) for i in range(6)]
-        async with asyncio.timeout(10):
-            while cell.scheduler.core.num_running < 6:
-                await asyncio.sleep(0.001)
+        await until(lambda: cell.scheduler.core.num_running == 6)
         disturbed = await cell.whole(with_logprobs(prompt, 20))
         await asyncio.gather(*growing)
         await cell.until_idle()
@@ -85,12 +83,8 @@ async def test_case_43_no_step_after_a_disconnect_holds_the_row(folder: Path) ->
             engine.release(1)
             answer.take(await call.read())
             assert len(answer.tokens[0]) == count
-        async with asyncio.timeout(10):
-            while engine.rows[ord("p")] < 3 or not engine.entered.is_set():
-                await asyncio.sleep(0.001)
-            call.cancel()
-            while cell.scheduler.core.requests:
-                await asyncio.sleep(0.001)
+        call.cancel()
+        await until(lambda: not cell.scheduler.core.requests)
         engine.release()
         other = await receive(cell.stub.GenerateStream(request("other", 40)))
         assert other.tokens[0] == expected_tokens(list(b"other"), 40)
@@ -106,9 +100,7 @@ async def test_case_50_a_deadline_is_kept_while_the_job_before_hangs(folder: Pat
     async with whole_cell(folder, ForcedEngine(max_sequences=1)) as cell:
         cell.engine.hold()
         long = asyncio.ensure_future(receive(cell.stub.GenerateStream(request("long", 40))))
-        async with asyncio.timeout(10):
-            while not cell.engine.entered.is_set():
-                await asyncio.sleep(0.001)
+        await until(cell.engine.entered.is_set)
         waits = [await _until_deadline(cell, handle) for handle in (1, 2, 3)]
         assert min(waits) >= 0.049
         assert min(waits) < 0.1, "it was told at a tick, or when something else happened"
