@@ -38,7 +38,9 @@ def test_every_named_test_exists(number: int) -> None:
     for node_id in CASES[number]:
         file, _, name = node_id.partition("::")
         if not (ROOT / file).is_file() or name not in functions_of(ROOT / file):
-            found = [path.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_*.py") if name in functions_of(path)]
+            found = [
+                path.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_*.py") if name in functions_of(path)
+            ]
             pytest.fail(f"{node_id} does not exist; a test of this name is in: {[str(path) for path in found]}")
 
 
