@@ -273,9 +273,12 @@ async def abort(context: RpcContext, error: BaseException) -> NoReturn:
     """End the RPC with the error's status; never returns. An unknown exception is logged with its traceback first.
 
     A cancelled handler must end by CancelledError, or the client could hang: that one is raised again, not converted.
+    So is gRPC's own failure of a write, which says that the client has gone in the middle of it: nobody can be told.
     """
     if isinstance(error, asyncio.CancelledError):
         raise error
+    if isinstance(error, grpc.aio.InternalError):
+        raise asyncio.CancelledError("the client has gone") from error
     if not isinstance(error, TandemError | grpc.RpcError | TimeoutError):
         logger.error("unexpected error in an RPC", exc_info=error)
     told = as_tandem_error(error)

@@ -234,6 +234,37 @@ async def test_cancellation_is_never_converted() -> None:
         await errors.abort(None, asyncio.CancelledError())  # type: ignore[arg-type]
 
 
+class _Flood(grpc.GenericRpcHandler):
+    """Writes more than a connection takes, until its client is gone."""
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+        async def flood(request: bytes, context: grpc.aio.ServicerContext) -> None:
+            try:
+                while True:
+                    await context.write(bytes(2**18))
+            except Exception as error:
+                await errors.abort(context, error)
+
+        return grpc.unary_stream_rpc_method_handler(flood)
+
+
+async def test_a_client_that_leaves_in_the_middle_of_a_message_is_no_error_of_ours(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    server = create_server()
+    server.add_generic_rpc_handlers((_Flood(),))
+    port = bind(server, "127.0.0.1", 0)
+    await server.start()
+    for _ in range(20):
+        async with connect(f"127.0.0.1:{port}") as channel:
+            calls = [channel.unary_stream("/t/M")(b"") for _ in range(20)]
+            await asyncio.gather(*(call.initial_metadata() for call in calls))
+            for call in calls:
+                call.cancel()
+    await server.stop(0)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
 class _SyncCall:
     """What rpc_status.from_call needs."""
 
