@@ -232,9 +232,10 @@ class ModelText:
         assert self.token_bytes is not None
         if self._ids_of is None:
             ids_of: dict[bytes, list[int]] = {}
-            for token_id in range(min(self.vocab_size, self._tokenizer.get_vocab_size())):
+            # Ids may have holes, so that their number says nothing about the largest.
+            for token_id in sorted(self._tokenizer.get_vocab(with_added_tokens=True).values()):
                 data = self.token_bytes.of(token_id)
-                if data:
+                if data and token_id < self.vocab_size:
                     ids_of.setdefault(data, []).append(token_id)
             self._ids_of = ids_of
         return self._ids_of, max(map(len, self._ids_of), default=0)
