@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
+from gateway.text import ModelText
 from tests.cases.cell import PIECE_IDS, ForcedEngine, whole_cell
 from tests.integration.harness import expected_tokens, receive, request
 
@@ -26,6 +29,21 @@ async def test_case_12_no_spelling_of_a_bad_word_is_let_through(folder: Path) ->
     changed = [at for at, (a, b) in enumerate(zip(free.tokens[0], banned.tokens[0], strict=True)) if a != b]
     assert changed == [3, 8, 9, 10], "the last token of each spelling, and nothing else"
     assert "Rome" not in banned.texts[0]
+
+
+def test_case_12_a_vocabulary_with_holes_hides_no_form(folder: Path, tmp_path: Path) -> None:
+    """The ids of both tokens lie beyond the number of tokens."""
+    path = shutil.copytree(folder, tmp_path / "holes")
+    for name, change in (("tokenizer.json", _move_rome), ("config.json", lambda config: config.update(vocab_size=500))):
+        content = json.loads((path / name).read_text())
+        change(content)
+        (path / name).write_text(json.dumps(content))
+    forms = ModelText("holes", path).bad_word_sequences("Rome")
+    assert {(400,), (401,), tuple(b"Rome")} <= set(forms)
+
+
+def _move_rome(tokenizer: dict[str, Any]) -> None:
+    tokenizer["model"]["vocab"] |= {"Rome": 400, "ĠRome": 401}
 
 
 async def test_case_12_a_bad_word_never_appears_where_it_is_likely(folder: Path) -> None:
