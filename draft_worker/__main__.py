@@ -65,7 +65,7 @@ async def serve(config: DraftWorkerConfig) -> int:
     finally:
         crashed = thread.ended.done() or (announcing.done() and not announcing.cancelled())
         announcing.cancel()
-        thread.inbox.stop()
+        await thread.close()
         if telemetry is not None:
             await telemetry.close()
     return 1 if crashed else 0

@@ -23,6 +23,7 @@ from draft_worker.proposer import Proposer
 logger = logging.getLogger(__name__)
 
 MAX_FAILURES = 3
+CLOSE_TIMEOUT_S = 5.0
 
 Tails = dict[int, list[Tail]]
 """by stream"""
@@ -93,6 +94,7 @@ class DraftThread:
         self.inbox = Inbox()
         self.drafter: Drafter | None = None
         self._deliver = deliver
+        self._thread: threading.Thread | None = None
         self._loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[None] = self._loop.create_future()
         """resolves when the thread ends, with the exception that ended it"""
@@ -100,8 +102,18 @@ class DraftThread:
     async def start(self, make: Callable[[], Drafter]) -> None:
         """Build the drafter on the thread, which owns it from then on; its exception is raised here."""
         built: asyncio.Future[None] = self._loop.create_future()
-        threading.Thread(target=self._run, args=(make, built), name="draft", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, args=(make, built), name="draft", daemon=True)
+        self._thread.start()
         await built
+
+    async def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """Wait until the running round and the thread have ended, or the time is over.
+
+        An interpreter that ends while a thread is inside native code is aborted, and a stop in order ends as a crash.
+        """
+        self.inbox.stop()
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join, timeout_s)
 
     def _run(self, make: Callable[[], Drafter], built: asyncio.Future[None]) -> None:
         try:

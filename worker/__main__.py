@@ -50,7 +50,7 @@ async def serve(config: WorkerConfig) -> int:
         for part in parts:
             part.cancel()
         results = await asyncio.gather(*parts, return_exceptions=True)
-        worker.steps.stop()
+        await worker.steps.close()
     crashes = [error for error in results if isinstance(error, Exception)]
     for error in crashes:
         logs.event(logger, "a part of the worker crashed", level=logging.ERROR, error=error)

@@ -27,6 +27,7 @@ T = TypeVar("T")
 
 MAX_QUEUED = 2
 """issued steps: one that runs and the next"""
+CLOSE_TIMEOUT_S = 5.0
 
 
 class TooManySteps(RuntimeError):
@@ -91,6 +92,15 @@ class StepThread:
     def stop(self) -> None:
         """Let the thread end after what is queued."""
         self._jobs.put(None)
+
+    async def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """Drop what is queued, and wait until the running step and the thread have ended, or the time is over.
+
+        An interpreter that ends while a thread is inside native code is aborted, and a drain in order ends as a crash.
+        """
+        self.drop_queued()
+        self.stop()
+        await asyncio.to_thread(self._thread.join, timeout_s)
 
     def _call(self, function: Callable[[], Any]) -> asyncio.Future[Any]:
         result: asyncio.Future[Any] = self._loop.create_future()

@@ -115,7 +115,9 @@ async def test_the_thread_waits_drafts_and_stops() -> None:
     tails = [tail for _ in range(2) for tail in await asyncio.wait_for(arrived.get(), 5)]
     assert [len(tail.token_ids) for tail in tails] == [0, 9]
     assert tails[1].token_ids == [3, 1, 2, 3, 1, 2, 3, 1, 2]
-    thread.inbox.stop()
+    await asyncio.wait_for(thread.close(), 5)
+    assert thread._thread is not None
+    assert not thread._thread.is_alive()
     await asyncio.wait_for(thread.ended, 5)
 
 

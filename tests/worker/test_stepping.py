@@ -105,3 +105,25 @@ async def test_what_loading_raises_is_raised_and_the_thread_lives_on(thread: Any
     with pytest.raises(RuntimeError, match="adopted"):
         await other.call(lambda held: held)
     other.stop()
+
+
+async def test_closing_waits_for_the_running_step_and_drops_the_next(thread: Any) -> None:
+    steps, executor, _ = thread
+    steps.submit(Step(1, 1, 1))
+    steps.submit(Step(1, 1, 2))
+    while not executor.entered:  # noqa: ASYNC110  (another thread's)
+        await asyncio.sleep(0)
+    closing = asyncio.create_task(steps.close(5))
+    await asyncio.sleep(0)
+    assert not closing.done()
+    executor.permits.release(2)
+    await asyncio.wait_for(closing, 5)
+    assert not steps._thread.is_alive()
+    assert executor.entered == [1]
+
+
+async def test_closing_gives_up_on_a_step_that_hangs(thread: Any) -> None:
+    steps, executor, _ = thread
+    steps.submit(Step(1, 1, 1))
+    await asyncio.wait_for(steps.close(0.01), 5)
+    assert executor.running <= 1
