@@ -72,6 +72,8 @@ class Conversation:
             try:
                 line = input("› " if is_interactive else "").strip()
             except EOFError:
+                if is_interactive:
+                    self._console.print()
                 return
             except KeyboardInterrupt:
                 self._console.print("[dim]/exit or Ctrl-D leaves[/dim]")

@@ -71,9 +71,11 @@ class Child:
 
     def kill(self) -> None:
         """End it and whatever it has started."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
+        try:
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._signal(signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            # Not in every case: it polls first, and would take the exit status from the one who waits for it.
+            self._signal(signal.SIGKILL)
 
     async def stop(self, timeout_s: float) -> bool:
         """Terminate and wait; kill after `timeout_s`. Whether it ended by itself."""

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
+import shutil
+import sys
 import time
+from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
@@ -41,10 +45,18 @@ async def _complete(console: Console, gateway: str, model: str) -> None:
     console.print(f"\n[dim]{num_tokens} tokens in {seconds:.2f} s ({num_tokens / seconds:.1f} tokens/s)[/dim]\n")
 
 
+def _activation() -> str:
+    """What another terminal needs first, where the `tandem` command isn't on everybody's path."""
+    script = Path(sys.prefix) / "bin" / "activate"
+    if shutil.which("tandem") is not None or not script.exists():
+        return ""
+    return f"first      source {shlex.quote(str(script))}\n\n"
+
+
 def calls(gateway: str, scheduler: str, model: str) -> str:
     """Ways to call the cluster, ready to paste."""
     return f"""\
-tandem     tandem generate --target {gateway} --prompt "Once upon a time" --max-tokens 64 --stream
+{_activation()}tandem     tandem generate --target {gateway} --prompt "Once upon a time" --max-tokens 64 --stream
            tandem chat --target {gateway}
            tandem status --scheduler {scheduler}
 

@@ -7,7 +7,7 @@ import errno
 from cli.model_source import ModelUnavailable
 from cli.supervisor import ClusterFailed
 from cli.up import PortTaken
-from cluster.errors import InvalidField, TandemError, Unavailable
+from cluster.errors import InvalidField, TandemError, Unavailable, Unimplemented
 
 
 class UsageError(Exception):
@@ -21,7 +21,12 @@ def explain(error: Exception) -> str | None:
     if isinstance(error, InvalidField):
         return f"{error.code.name}: {error.field}: {error.description}"
     if isinstance(error, Unavailable) and "failed to connect" in error.message.lower():
-        return f"no cluster answers ({_address(error.message)}); start one with `tandem up`, or name one with --target"
+        return (
+            f"no cluster answers ({_address(error.message)}); start one with `tandem up`, or name one with --target "
+            "(status, drain: --scheduler)"
+        )
+    if isinstance(error, Unimplemented) and "method not found" in error.message.lower():
+        return "something else listens there: --target takes a gateway, --scheduler (status, drain) the scheduler"
     if isinstance(error, TandemError):
         return f"{error.code.name}: {error.message}"
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:

@@ -57,5 +57,5 @@ def _ask(model: str, what: str) -> Path:
     if finished.returncode != 0:
         raise ModelUnavailable(f"can't get {what} (see above)")
     if not (Path(folder) / "config.json").is_file():
-        raise ModelUnavailable(f"can't get {what}: {folder or 'nothing'} is no model folder")
+        raise ModelUnavailable(f"can't get {what}: {folder or 'nothing'} is no model folder (it has no config.json)")
     return Path(folder)

@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
 
 async def _show(args: argparse.Namespace) -> int:
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from cli import session
 
@@ -39,7 +39,14 @@ async def _show(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps([dataclasses.asdict(model) for model in models], ensure_ascii=False))
         return 0
-    table = Table("model", "workers", "context", "vocabulary", "chat", "fingerprints", box=None, header_style="bold")
+    table = Table(
+        Column("model", overflow="fold"),
+        *("workers", "context", "vocabulary", "chat"),
+        Column("fingerprints", overflow="fold"),
+        box=None,
+        header_style="bold",
+        pad_edge=False,
+    )
     for model in models:
         table.add_row(
             model.name,

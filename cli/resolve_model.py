@@ -10,7 +10,8 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn
 
 def main(name: str) -> int:
     """Exit status 0, or 2 with the reason on stderr."""
-    console = Console(stderr=True)
+    # The stream itself: converting redirects sys.stderr for minutes, and the bars must stay on the terminal.
+    console = Console(file=sys.stderr)
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -18,8 +19,8 @@ def main(name: str) -> int:
         TaskProgressColumn(),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=console, transient=True) as bars:
-        task = bars.add_task("reading the engine", total=None)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+        task = bars.add_task("loading the engine", total=None)
 
         def progress(what: str, share: float | None) -> None:
             bars.update(task, description=what, total=None if share is None else 1.0, completed=share or 0.0)

@@ -102,14 +102,20 @@ def _rate(before: CellStatus, now: CellStatus, count: int) -> float | None:
 def table(before: CellStatus, now: CellStatus) -> RenderableType:
     """The cell for people."""
     from rich.console import Group
-    from rich.table import Table
+    from rich.table import Column, Table
     from rich.text import Text
 
     earlier = {(worker.worker_id, worker.epoch): worker for worker in before.workers}
+    # On a narrow terminal the model's name takes more lines; nothing is cut off, least of all what `drain` needs.
     workers = Table(
-        *("worker", "model", "state", "rows", "blocks used", "cached", "free", "tok/s", "step ms", "draft"),
+        Column("worker", no_wrap=True),
+        Column("model", overflow="fold", min_width=8),
+        *(Column(name, no_wrap=True) for name in ("state", "rows", "blocks\nused", "cached", "free", "tok/s")),
+        *(Column(name, no_wrap=True) for name in ("step\nms", "draft")),
         box=None,
         header_style="bold",
+        pad_edge=False,
+        collapse_padding=True,
     )
     for worker in now.workers:
         old = earlier.get((worker.worker_id, worker.epoch))
