@@ -80,6 +80,7 @@ class Supervisor:
         self._on_progress = on_progress
         self._policy = policy or RestartPolicy()
         self._state_file = state_file
+        self._state_file_failed = False
         self._killing = False
 
     async def start(self, specs: Sequence[ChildSpec]) -> list[str]:
@@ -201,5 +202,12 @@ class Supervisor:
             for name, member in self.members.items()
         }
         partial = self._state_file.with_name(self._state_file.name + ".part")
-        partial.write_text(json.dumps(state, indent=1) + "\n")
-        os.replace(partial, self._state_file)
+        try:
+            partial.write_text(json.dumps(state, indent=1) + "\n")
+            os.replace(partial, self._state_file)
+        except OSError as error:  # no such folder, a full disk: the cluster itself needs no description
+            if not self._state_file_failed:
+                self._on_line(NAME, f"the state file can't be written: {error}")
+                self._state_file_failed = True
+        else:
+            self._state_file_failed = False

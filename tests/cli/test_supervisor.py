@@ -238,3 +238,16 @@ def test_children_die_with_the_supervisor(stub: Any, journal: Path) -> None:
     assert select.select([watch], [], [], 10)[0]
     os.close(watch)
     assert not is_alive(pid)
+
+
+async def test_a_state_file_that_cannot_be_written_is_told_once_and_stops_nothing(stub: Any, tmp_path: Path) -> None:
+    lines = Lines()
+    supervisor = Supervisor(lines, FAST, tmp_path / "gone" / "state.json")
+    await asyncio.wait_for(supervisor.start([stub("a")]), 20)
+    old = pid_of(supervisor, "a")
+    os.kill(old, signal.SIGKILL)
+    await running_again(supervisor, "a", old)
+    assert len([line for name, line in lines.lines if name == "tandem" and "state file" in line]) == 1
+    (tmp_path / "gone").mkdir()
+    await supervisor.stop(["a"], 5)
+    assert json.loads((tmp_path / "gone" / "state.json").read_text())["a"]["state"] == "stopped"
