@@ -24,6 +24,7 @@ In the conversation:
   Ctrl-C    stop the answer, keep talking
 """
 _HELP = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer"
+CHAT_TEMPERATURE = 0.3
 
 
 def add_parser(commands: Subparsers) -> None:
@@ -32,6 +33,8 @@ def add_parser(commands: Subparsers) -> None:
     add_target(parser)
     parser.add_argument("--system", metavar="TEXT", help="a system message at the start")
     add_sampling(parser)
+    # Talk at the API's default of 1 rambles with small models.
+    parser.set_defaults(temperature=CHAT_TEMPERATURE)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -151,14 +151,8 @@ def _next_port(port: int) -> int:
 
 
 def _thread_env(num_threads: int) -> tuple[tuple[str, str], ...]:
-    # Libraries size their thread pools when they are loaded, before a flag can be read. PASSIVE: a thread that waits
-    # for another sleeps instead of spinning. All services share these cores, and a spinning thread takes its core from
-    # the very one it waits for: with the cores overcommitted a step of many small products takes ten times as long.
-    return (
-        ("OMP_NUM_THREADS", str(num_threads)),
-        ("MKL_NUM_THREADS", str(num_threads)),
-        ("OMP_WAIT_POLICY", "PASSIVE"),
-    )
+    # Libraries size their thread pools when they are loaded, before a flag can be read.
+    return (("OMP_NUM_THREADS", str(num_threads)), ("MKL_NUM_THREADS", str(num_threads)))
 
 
 def _spell(flags: Settings) -> tuple[Flag, ...]:

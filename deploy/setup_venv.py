@@ -22,7 +22,6 @@ VENV = ROOT / ".venv"
 STAMP = VENV / "tandem-setup.json"
 EXTRAS = "engine,dev"
 MIN_FREE_GIB = 4.0
-MAX_LINE = 100
 
 
 class SetupError(Exception):
@@ -165,7 +164,7 @@ def show(line: str) -> None:
         _latest = text = found
     else:
         return
-    print(f"\r\033[K  {text[:MAX_LINE]}", end="", file=sys.stderr, flush=True)
+    print(f"\r\033[K  {text[: shutil.get_terminal_size().columns - 3]}", end="", file=sys.stderr, flush=True)
 
 
 def interesting(line: str) -> Iterator[str]:

@@ -187,7 +187,10 @@ class Sequences:
     def batch(self, *rows: tuple[str, int, list[int]], logits: str = "all") -> Batch:
         """One step of rows (name, first position, token ids), with logits of all tokens or of each row's last."""
         block_size = self.runner.info.block_size
-        tables, positions, slots, lengths = [], [], [], []
+        tables: list[np.ndarray] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        lengths: list[int] = []
         for name, start, token_ids in rows:
             table = self.tables.setdefault(name, [])
             while len(table) * block_size < start + len(token_ids):

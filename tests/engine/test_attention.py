@@ -69,12 +69,13 @@ def test_against_dense_float64(window, softcap, with_sinks):
             logit_indices=np.arange(1),
         )
         padding = -len(places) % 16
-        packed = [
+        packed_query, packed_keys, packed_values = (
             torch.nn.functional.pad(torch.cat(part, dim=1), (0, 0, 0, padding))[None].float()
             for part in (query, keys, values)
-        ]
+        )
         plan = AttentionPlan(batch, len(places) + padding, block_size, KV_HEADS, CPU)
-        return query, PagedStep(plan, cache).attend(4, *packed, SCALING, window, softcap, sinks)
+        step = PagedStep(plan, cache)
+        return query, step.attend(4, packed_query, packed_keys, packed_values, SCALING, window, softcap, sinks)
 
     run([(index, 0, before) for index, (before, _) in enumerate(rows) if before])
     query, out = run([(index, before, before + new) for index, (before, new) in enumerate(rows)])

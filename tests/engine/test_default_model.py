@@ -101,7 +101,8 @@ def test_the_model_speaks(default_model, load_runner, sequences):
     )
     token_ids = tokenizer(text, add_special_tokens=False).input_ids
     state = sequences(load_runner(default_model, dtype="bfloat16"))
-    start, output = 0, []
+    start = 0
+    output: list[int] = []
     while len(output) < 12 and output[-1:] != [2]:
         logits = state.run(("a", start, (token_ids + output)[start:]), logits="last")
         start = len(token_ids) + len(output)

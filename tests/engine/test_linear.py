@@ -44,7 +44,8 @@ def assert_rows_keep_their_bits(layer, width, dtype):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(64, 64), (576, 192), (40, 203), (1536, 576)])
 def test_linear(dtype, bias, shape):
-    plain = nn.Linear(*shape, bias=bias, dtype=dtype)
+    in_features, out_features = shape
+    plain = nn.Linear(in_features, out_features, bias=bias, dtype=dtype)
     tiled = TiledLinear(plain)
     x, out = assert_rows_keep_their_bits(tiled, shape[0], dtype)
     torch.testing.assert_close(out, plain(x))

@@ -54,7 +54,7 @@ def transformers_greedy(folder, prompt, num_tokens):
 
 def paged_greedy(state, prompts, num_tokens):
     """All prompts together: prefills of unequal chunks, then decoding in one batch."""
-    outputs = {name: [] for name in prompts}
+    outputs: dict[str, list[int]] = {name: [] for name in prompts}
     computed = dict.fromkeys(prompts, 0)
     while min(len(out) for out in outputs.values()) < num_tokens:
         rows = []
