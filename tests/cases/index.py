@@ -191,7 +191,7 @@ CASES: dict[int, tuple[str, ...]] = {
         "tests/gateway/test_servicer_limits.py::test_metrics_fall_back_to_zero",
     ),
     77: (
-        "tests/cases/test_ops.py::test_case_77_requests_leave_nothing_in_any_container",
+        "tests/cases/test_ops.py::test_case_77_requests_leave_nothing_behind",
         "tests/integration/test_operation.py::test_many_unique_prompts_leave_memory_and_maps_bounded",
     ),
     78: (
