@@ -60,6 +60,8 @@ class Cell:
         self.term = self._lease.acquire(0, time.time_ns() // 1_000_000)
         self._epoch = 0
         self._planning = False
+        self._last_tick: float | None = None
+        self._blameless_until = 0.0
         self._deadline_timer: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
         self.started_at = self._loop.time()
@@ -184,7 +186,9 @@ class Cell:
             return
         del self.links[link.worker_id]
         moved = len(self.core.workers[link.worker_id].running)
-        self._tell_failures(self.core.detach(link.worker_id, self._loop.time(), crashed and not link.draining))
+        now = self._loop.time()
+        crashed = crashed and not (link.draining or self._note_pause(now) or now < self._blameless_until)
+        self._tell_failures(self.core.detach(link.worker_id, now, crashed))
         event(
             logger, "worker detached", level=logging.INFO if link.draining else logging.WARNING,
             worker=link.worker_id, why=why, sequences=moved,
@@ -312,14 +316,20 @@ class Cell:
 
     async def watch(self) -> None:
         """Once a tick: frozen peers and waiting that is over. Runs until cancelled."""
-        last = self._loop.time()
+        self._last_tick = self._loop.time()
         while True:
             await asyncio.sleep(TICK_S)
             now = self._loop.time()
-            # If this process itself stood still, the others' silence says nothing about them.
-            paused = now - last > TICK_S + 1.0
-            last = now
+            paused = self._note_pause(now)
+            self._last_tick = now
             self.tick(now, paused)
+
+    def _note_pause(self, now: float) -> bool:
+        """Whether this process itself stood still: then silence and broken streams say nothing about the others."""
+        paused = self._last_tick is not None and now - self._last_tick > TICK_S + 1.0
+        if paused:
+            self._blameless_until = now + self.config.heartbeat_timeout_s
+        return paused
 
     def tick(self, now: float, paused: bool = False) -> None:
         """What only time brings about."""

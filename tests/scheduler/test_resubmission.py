@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from google.rpc import code_pb2
 from tandem.v1 import scheduler_pb2
@@ -57,3 +59,18 @@ async def test_what_a_gateway_does_not_resubmit_ends_after_the_grace(served: Ser
     await until(lambda: holder(served, "r1") == ("g1", 3))
     await until(lambda: set(served.cell.core.requests) == {("g1", 3)})
     assert served.cell.owners.find("r2") is None
+
+
+@pytest.mark.parametrize(("stood_still", "crashes"), [(True, 0), (False, 1)])
+async def test_streams_that_broke_while_the_scheduler_stood_still_are_no_crashes(
+    served: Served, stood_still: bool, crashes: int
+) -> None:
+    """Its peers gave up on it, not it on them: that says nothing about what they were computing."""
+    gateway, worker = await served.gateway(), await served.worker("w1", run=False)
+    await gateway.send(submits=[submit(1)])
+    await worker.next_step()
+    served.cell._last_tick = asyncio.get_running_loop().time() - (10 if stood_still else 0)
+    worker.call.cancel()
+    await until(lambda: "w1" not in served.cell.links)
+    (request,) = served.cell.core.requests.values()
+    assert [sequence.crashes for sequence in request.sequences.values()] == [crashes]
