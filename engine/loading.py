@@ -113,8 +113,9 @@ def _read_config(folder: Path, raw: dict[str, Any], model_type: str) -> PreTrain
         return AutoConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # transformers raises anything from KeyError to its own validation errors here
         own_code = " (it brings code of its own, which isn't run)" if "auto_map" in raw else ""
+        why = str(error).partition("\n")[0]  # further lines are advice for who calls transformers by hand
         raise UnsupportedModel(
-            f"{folder}: transformers can't read model type {model_type!r}{own_code}: {error}"
+            f"{folder}: transformers can't read model type {model_type!r}{own_code}: {why}"
         ) from error
 
 

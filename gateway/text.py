@@ -94,7 +94,9 @@ class ModelText:
         try:
             return PreTrainedTokenizerFast.from_pretrained(self._folder, local_files_only=True)
         except Exception as error:
-            raise ModelFolderError(f"no usable tokenizer in {self._folder}: {error}") from error
+            missing = not (self._folder / "tokenizer.json").exists()
+            why = "tokenizer.json is missing" if missing else str(error).partition("\n")[0]
+            raise ModelFolderError(f"no usable tokenizer in {self._folder}: {why}") from error
 
     # ------------------------------------------------------------------------------------------- Vocabulary
 

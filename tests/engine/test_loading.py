@@ -70,8 +70,9 @@ def test_content_id_follows_the_content(folder, tiny_model):
 )
 def test_refused_kinds(tmp_path, name, reason):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": name}))
-    with pytest.raises(UnsupportedModel, match=reason):
+    with pytest.raises(UnsupportedModel, match=reason) as caught:
         check_supported(tmp_path)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -119,8 +119,12 @@ def test_bad_folders_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ModelFolderError, match=r"config\.json is missing"):
         ModelText("m", tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 10}))
-    with pytest.raises(ModelFolderError, match="no usable tokenizer"):
+    with pytest.raises(ModelFolderError, match=r"no usable tokenizer in .*: tokenizer\.json is missing$"):
         ModelText("m", tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ModelFolderError, match="no usable tokenizer") as caught:
+        ModelText("m", tmp_path)
+    assert "\n" not in str(caught.value)
     folder = conftest.write_folder(tmp_path / "m", conftest.byte_level(8))
     (folder / "config.json").write_text("{}")
     with pytest.raises(ModelFolderError, match="vocab_size"):
