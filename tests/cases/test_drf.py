@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import sys
 from collections.abc import Iterable
@@ -195,6 +196,9 @@ def test_case_70_a_permuted_vocabulary_is_refused_at_start(
     (permuted / "tokenizer.json").write_text(json.dumps(tokenizer))
     flags = [f"--draft={permuted}", f"--target-model={folder}", f"--target={MODEL}", "--port=0"]
     monkeypatch.setattr(sys, "argv", ["draft_worker", *flags])
+    root = logging.getLogger()  # is set up anew by main
+    for name, value in (("handlers", list(root.handlers)), ("level", root.level)):
+        monkeypatch.setattr(root, name, value)
     assert draft_worker.__main__.main() == 2
     told = capsys.readouterr()
     assert "token 97 is" in told.err

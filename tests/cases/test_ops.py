@@ -163,11 +163,11 @@ async def test_case_77_requests_leave_nothing_behind(folder: Path) -> None:
     """Gateway, scheduler and worker live in this process. The pool is full of cached blocks when the count begins."""
     async with whole_cell(folder, ForcedEngine(num_blocks=128)) as cell:
         parts = (cell.gateway, cell.scheduler, cell.executor)
-        await unique_prompts(cell, 0, 500)
+        await unique_prompts(cell, 0, 300)
         pool = cell.scheduler.core.workers["w"].pool
         assert pool.evictions > 0
         before = reachable(*parts)
         assert before > 800, "the parts are not found"
-        await unique_prompts(cell, 500, 1000)
+        await unique_prompts(cell, 300, 800)
         assert reachable(*parts) - before < 250, "something is kept of each request"
         assert pool.num_free + pool.num_cached == 128
