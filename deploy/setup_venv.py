@@ -71,6 +71,17 @@ def write_stamp(stamp: dict[str, str]) -> None:
     os.replace(temporary, STAMP)
 
 
+def base_python() -> str:
+    """The Python that makes `.venv`: never the one inside it, which is deleted first (it runs this where `.venv` is
+    activated). Raises SetupError, with nothing deleted, where there is no other.
+    """
+    inside = Path(sys.prefix).resolve() == VENV.resolve()
+    python = getattr(sys, "_base_executable", sys.executable) if inside else sys.executable
+    if inside and (not Path(python).exists() or VENV.resolve() in Path(python).absolute().parents):
+        raise SetupError("this Python is .venv's own, which must be made anew; `deactivate` first")
+    return str(python)
+
+
 def make_venv() -> None:
     """A fresh `.venv`; raises SetupError where this Python can't make one."""
     if importlib.util.find_spec("ensurepip") is None:
@@ -80,8 +91,9 @@ def make_venv() -> None:
             f"On Debian or Ubuntu:  sudo apt install {package}   (or python3-venv)"
         )
     say("making .venv")
+    python = base_python()
     shutil.rmtree(VENV, ignore_errors=True)
-    done = subprocess.run([sys.executable, "-m", "venv", str(VENV)], capture_output=True, text=True, check=False)
+    done = subprocess.run([python, "-m", "venv", str(VENV)], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise SetupError(f"python -m venv failed:\n{done.stdout}{done.stderr}")
 

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -78,6 +79,24 @@ def test_a_checkout_that_moved_gets_a_new_environment(setup_venv: ModuleType, mo
     assert steps(setup_venv) == ["venv", "install", "stubs"]
     setup_venv.write_stamp({**stamp, "python": "3.99"})
     assert steps(setup_venv) == ["venv", "install", "stubs"]
+
+
+def test_the_environments_own_python_never_deletes_itself(
+    setup_venv: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where `.venv` is activated, make runs the script with the Python inside it."""
+    assert setup_venv.base_python() == sys.executable
+    base, own = tmp_path / "base-python", tmp_path / ".venv" / "bin" / "python"
+    base.touch()
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / ".venv"))
+    monkeypatch.setattr(sys, "_base_executable", str(base))
+    assert setup_venv.base_python() == str(base)
+    own.parent.mkdir(parents=True)
+    own.touch()
+    for useless in (own, tmp_path / "missing"):
+        monkeypatch.setattr(sys, "_base_executable", str(useless))
+        with pytest.raises(setup_venv.SetupError, match="deactivate"):
+            setup_venv.base_python()
 
 
 def test_a_failed_install_is_told_and_the_next_run_goes_on(
