@@ -97,13 +97,16 @@ class Supervisor:
     async def unless_failed(self, work: asyncio.Future[Any]) -> None:
         """Wait for work, or raise ClusterFailed as soon as a child gives up."""
         either: set[asyncio.Future[Any]] = {work, self.failed}
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if work.done():
-            work.result()
-            return
-        work.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await work
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+                return
+        finally:
+            # Also where this itself is cancelled (Ctrl-C): nothing is left for the loop's end to complain about.
+            if not work.done():
+                work.cancel()
+                await asyncio.gather(work, return_exceptions=True)
         raise ClusterFailed(self.failed.result())
 
     async def stop(self, names: Sequence[str], timeout_s: float) -> None:

@@ -251,3 +251,14 @@ async def test_a_state_file_that_cannot_be_written_is_told_once_and_stops_nothin
     (tmp_path / "gone").mkdir()
     await supervisor.stop(["a"], 5)
     assert json.loads((tmp_path / "gone" / "state.json").read_text())["a"]["state"] == "stopped"
+
+
+async def test_a_start_that_is_cancelled_leaves_no_work_behind(stub: Any) -> None:
+    supervisor = Supervisor(Lines(), FAST)
+    work = asyncio.gather(asyncio.Event().wait())
+    waiting = asyncio.create_task(supervisor.unless_failed(work))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert work.done()
