@@ -43,7 +43,7 @@ async def serve(settings: SchedulerConfig) -> None:
     async def drain() -> None:
         cell.drain()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(cell.idle.wait(), settings.drain_timeout_s)
+            await asyncio.wait_for(cell.gateways.idle.wait(), settings.drain_timeout_s)
 
     try:
         ready = f"READY scheduler {join_address(settings.host, port)}"

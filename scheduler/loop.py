@@ -24,8 +24,9 @@ from scheduler import convert
 from scheduler.config import SchedulerConfig
 from scheduler.core.config import CoreConfig
 from scheduler.core.scheduler import Scheduler
-from scheduler.core.step import Failure, ProtocolViolation, Refusal, RefusalKind, Update
-from scheduler.sessions import Owner, Ownership, Session
+from scheduler.core.step import ProtocolViolation
+from scheduler.gateways import Gateways
+from scheduler.sessions import Session
 from scheduler.workers import DraftLink, WorkerLink
 
 logger = logging.getLogger(__name__)
@@ -49,112 +50,29 @@ class Cell:
                 capacity_wait_s=config.capacity_wait_s,
             )
         )
-        self.sessions: dict[str, Session] = {}
         self.links: dict[str, WorkerLink] = {}
         self.drafters: dict[str, DraftLink] = {}
-        self.owners = Ownership()
-        self.draining = False
-        self.idle = asyncio.Event()
-        self.idle.set()
         self._lease = MemoryLease()
         self.term = self._lease.acquire(0, time.time_ns() // 1_000_000)
         self._epoch = 0
         self._planning = False
         self._last_tick: float | None = None
         self._blameless_until = 0.0
-        self._deadline_timer: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
         self.started_at = self._loop.time()
+        self.gateways = Gateways(self.core, config, self.schedule_planning)
 
     # ------------------------------------------------------------------------------------------------- gateways
 
     def open_session(self, gateway_id: str, highest_term: int) -> Session:
         """A gateway connects; an older session of the same gateway ends."""
         self._outbid(highest_term)
-        old = self.sessions.get(gateway_id)
-        if old is not None:
-            old.close()
-            self._keep_for_grace(gateway_id)
-        session = Session(gateway_id)
-        session.set_models(self._model_list(), self.draining)
-        self.sessions[gateway_id] = session
-        event(logger, "gateway connected", gateway=gateway_id)
-        return session
+        return self.gateways.open(gateway_id)
 
-    def close_session(self, session: Session) -> None:
-        """A gateway's stream ended: its requests are kept for the grace, then cancelled."""
-        session.close()
-        if self.sessions.get(session.gateway_id) is not session:
-            return
-        del self.sessions[session.gateway_id]
-        event(logger, "gateway disconnected", gateway=session.gateway_id)
-        self._keep_for_grace(session.gateway_id)
-
-    def _keep_for_grace(self, gateway_id: str) -> None:
-        """A gateway's session is over: what is neither resubmitted nor taken over in time ends."""
-        orphans = self.owners.of_gateway(gateway_id)
-        if orphans:
-            self._loop.call_later(self.config.session_grace_s, self._cancel_orphans, orphans)
-
-    def submit(self, session: Session, message: Any) -> None:
-        """A request arrives. A refusal is told on the session, and touches nothing else."""
-        now = self._loop.time()
-        spec = convert.request_spec(message, session.gateway_id, now)
-        owner = Owner((session.gateway_id, message.handle), message.request_id, message.attempt)
-        try:
-            self._settle_ownership(owner)
-            if self.draining and not spec.resumed:
-                raise Refusal(RefusalKind.DRAINING, "the cell is draining")
-            self.core.submit(spec, now)
-        except Refusal as refusal:
-            session.add_failure(message.handle, convert.refusal_status(refusal))
-            return
-        except errors.TandemError as error:
-            session.add_failure(message.handle, errors.to_status(error))
-            return
-        self.owners.add(owner)
-        self.idle.clear()
-        if spec.deadline is not None:
-            self._arm_deadline(spec.deadline)
-        self.schedule_planning()
-
-    def cancel(self, session: Session, message: Any) -> None:
-        """Nobody waits for a request, or one choice of it, any more."""
-        key = (session.gateway_id, message.handle)
-        choice = message.choice if message.HasField("choice") else None
-        self.core.cancel(key, choice)
-        session.forget(message.handle, choice)
-        self._forget_ended(key)
-        self.schedule_planning()
-
-    def _settle_ownership(self, owner: Owner) -> None:
-        """A higher attempt supersedes; another gateway's is taken over unless that gateway is healthy."""
-        held = self.owners.find(owner.request_id)
-        if held is None:
-            return
-        same_gateway = held.key[0] == owner.key[0]
-        if same_gateway and owner.attempt <= held.attempt:
-            raise errors.AlreadyExists("request_id", owner.request_id)
-        if not same_gateway and held.key[0] in self.sessions:
-            raise errors.AlreadyExists("request_id", owner.request_id)
-        self._drop(held)
-
-    def _drop(self, owner: Owner) -> None:
-        self.core.cancel(owner.key)
-        self.owners.remove(owner.key)
-        session = self.sessions.get(owner.key[0])
-        if session is not None:
-            session.forget(owner.key[1])
-
-    def _cancel_orphans(self, orphans: list[Owner]) -> None:
-        """The grace is over: what was not taken over meanwhile ends."""
-        live = [owner for owner in orphans if self.owners.find(owner.request_id) is owner]
-        for owner in live:
-            self._drop(owner)
-        if live:
-            event(logger, "orphaned requests cancelled", gateway=live[0].key[0], requests=len(live))
-        self._note_idle()
-        self.schedule_planning()
+    def drain(self) -> None:
+        """No new requests for the whole cell; live ones finish."""
+        self.gateways.draining = True
+        self.gateways.models_changed()
 
     # -------------------------------------------------------------------------------------------------- workers
 
@@ -167,7 +85,7 @@ class Cell:
         old = self.links.pop(hello.worker_id, None)
         if old is not None:
             old.close()
-        self._tell_failures(self.core.attach(hello.worker_id, spec, now))
+        self.gateways.tell_failures(self.core.attach(hello.worker_id, spec, now))
         link = WorkerLink(hello.worker_id, hello.boot_id, self._epoch, now)
         self.links[hello.worker_id] = link
         event(
@@ -175,7 +93,7 @@ class Cell:
             epoch=link.epoch, fingerprint=spec.fingerprint, residents=len(spec.residents),
         )  # fmt: skip
         self._send_draft_workers(spec.model, [link])
-        self._models_changed()
+        self.gateways.models_changed()
         self.schedule_planning()
         return link
 
@@ -188,12 +106,12 @@ class Cell:
         moved = len(self.core.workers[link.worker_id].running)
         now = self._loop.time()
         crashed = crashed and not (link.draining or self._note_pause(now) or now < self._blameless_until)
-        self._tell_failures(self.core.detach(link.worker_id, now, crashed))
+        self.gateways.tell_failures(self.core.detach(link.worker_id, now, crashed))
         event(
             logger, "worker detached", level=logging.INFO if link.draining else logging.WARNING,
             worker=link.worker_id, why=why, sequences=moved,
         )  # fmt: skip
-        self._models_changed()
+        self.gateways.models_changed()
         self.schedule_planning()
 
     def heartbeat(self, link: WorkerLink, message: Any) -> None:
@@ -216,7 +134,7 @@ class Cell:
         except ProtocolViolation as violation:
             self.detach(link, crashed=False, why=str(violation))
             return
-        self._tell(updates)
+        self.gateways.tell(updates)
         self.schedule_planning()
 
     def drain_worker(self, worker_id: str) -> None:
@@ -226,13 +144,8 @@ class Cell:
         self.links[worker_id].draining = True
         self.core.drain(worker_id)
         event(logger, "worker draining", worker=worker_id)
-        self._models_changed()
+        self.gateways.models_changed()
         self.schedule_planning()
-
-    def drain(self) -> None:
-        """No new requests for the whole cell; live ones finish."""
-        self.draining = True
-        self._models_changed()
 
     # --------------------------------------------------------------------------------------------- draft workers
 
@@ -274,7 +187,7 @@ class Cell:
     def _plan(self) -> None:
         self._planning = False
         for name in list(self.core.models):
-            self._tell_failures(self.core.place(name))
+            self.gateways.tell_failures(self.core.place(name))
             for worker_id in list(self.core.models[name].workers):
                 link = self.links[worker_id]
                 while (step := self.core.plan(worker_id)) is not None:
@@ -282,35 +195,6 @@ class Cell:
                 if link.draining and not link.drained_sent and self.core.is_drained(worker_id):
                     link.drained_sent = True
                     link.send(scheduler_pb2.AttachResponse(drained=scheduler_pb2.WorkerDrained()))
-
-    def _tell(self, news: Iterable[Update | Failure]) -> None:
-        for item in news:
-            if isinstance(item, Failure):
-                self._tell_failures([item])
-                continue
-            key: Any = item.sequence.request.spec.key
-            session = self.sessions.get(key[0])
-            if session is not None:
-                session.add_update(key[1], item)
-            if item.finish:
-                self._forget_ended(key)
-
-    def _tell_failures(self, failures: Iterable[Failure]) -> None:
-        for failure in failures:
-            key: Any = failure.request.spec.key
-            session = self.sessions.get(key[0])
-            if session is not None:
-                session.add_failure(key[1], convert.refusal_status(failure.refusal))
-            self._forget_ended(key)
-
-    def _forget_ended(self, key: Any) -> None:
-        if key not in self.core.requests:
-            self.owners.remove(key)
-            self._note_idle()
-
-    def _note_idle(self) -> None:
-        if not self.core.requests:
-            self.idle.set()
 
     # ----------------------------------------------------------------------------------------------------- time
 
@@ -344,27 +228,7 @@ class Cell:
                 drafter.last_heard = now
             elif drafter.is_frozen(now, timeout_s):
                 self.withdraw(drafter)
-        self._expire()
-
-    def _expire(self) -> None:
-        failures = self.core.expire(self._loop.time())
-        if failures:
-            self._tell_failures(failures)
-            self.schedule_planning()
-
-    def _arm_deadline(self, deadline: float) -> None:
-        """Deadlines are kept to the millisecond, not to the tick."""
-        if self._deadline_timer is None or deadline < self._deadline_timer.when():
-            if self._deadline_timer is not None:
-                self._deadline_timer.cancel()
-            self._deadline_timer = self._loop.call_at(deadline, self._on_deadline)
-
-    def _on_deadline(self) -> None:
-        self._deadline_timer = None
-        self._expire()
-        deadlines = [one.spec.deadline for one in self.core.requests.values() if one.spec.deadline is not None]
-        if deadlines:
-            self._arm_deadline(min(deadlines))
+        self.gateways.expire()
 
     # ---------------------------------------------------------------------------------------------------- terms
 
@@ -379,21 +243,7 @@ class Cell:
         event(logger, "leadership acquired anew", term=self.term, level=logging.WARNING)
         for link in list(self.links.values()):
             self.detach(link, crashed=False, why="new term")
-        for session in list(self.sessions.values()):
+        for session in list(self.gateways.sessions.values()):
             session.close()
         for drafter in list(self.drafters.values()):
             self.withdraw(drafter)
-
-    # --------------------------------------------------------------------------------------------------- models
-
-    def _model_list(self) -> Any:
-        models = scheduler_pb2.ModelList()
-        for name, pool in self.core.models.items():
-            if pool.seen:
-                models.models.append(convert.model_state(name, [worker.spec for worker in pool.serving]))
-        return models
-
-    def _models_changed(self) -> None:
-        models = self._model_list()
-        for session in self.sessions.values():
-            session.set_models(models, self.draining)

@@ -19,7 +19,7 @@ class CellCollector:
         core = self._cell.core
         yield GaugeMetricFamily("tandem_requests_waiting", "Choices in the queue.", value=core.num_waiting)
         yield GaugeMetricFamily("tandem_requests_running", "Choices in slots.", value=core.num_running)
-        yield GaugeMetricFamily("tandem_gateways", "Open sessions.", value=len(self._cell.sessions))
+        yield GaugeMetricFamily("tandem_gateways", "Open sessions.", value=len(self._cell.gateways.sessions))
         yield GaugeMetricFamily("tandem_draft_workers", "Announced draft workers.", value=len(self._cell.drafters))
         yield GaugeMetricFamily("tandem_term", "Leadership number.", value=self._cell.term)
         for name, value in core.totals().items():

@@ -68,16 +68,16 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 _write_until_end(context, session.next_response),
             )
         finally:
-            self._cell.close_session(session)
+            self._cell.gateways.close(session)
 
     def _on_session_message(self, session: sessions.Session, message: Any) -> None:
         if session.closed:
             return
         # Cancellations first: they are of earlier submissions, whose ids the new ones may use again.
         for cancel in message.cancels:
-            self._cell.cancel(session, cancel)
+            self._cell.gateways.cancel(session, cancel)
         for submit in message.submits:
-            self._cell.submit(session, submit)
+            self._cell.gateways.submit(session, submit)
 
     async def Attach(self, request_iterator: Any, context: Any) -> None:
         message = await context.read()
@@ -135,10 +135,10 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         response = admin_pb2.GetStatusResponse(
             term=cell.term,
             uptime_s=asyncio.get_running_loop().time() - cell.started_at,
-            gateways=sorted(cell.sessions),
+            gateways=sorted(cell.gateways.sessions),
             waiting=core.num_waiting,
             running=core.num_running,
-            draining=cell.draining,
+            draining=cell.gateways.draining,
         )
         for link in sorted(cell.links.values(), key=lambda one: one.worker_id):
             worker = core.workers[link.worker_id]

@@ -18,7 +18,7 @@ async def test_resubmissions_pass_a_full_queue(served: Served) -> None:
     """After a restart everything that ran or waited before waits at once, and nobody has a worker yet."""
     gateway = await served.gateway()
     await gateway.send(submits=[submit(handle, attempt=1) for handle in range(1, 11)])
-    await until(lambda: len(served.cell.owners) == 10)
+    await until(lambda: len(served.cell.gateways.owners) == 10)
     await gateway.send(submits=[submit(11, attempt=0)])
     assert (await gateway.error(11)).code == code_pb2.RESOURCE_EXHAUSTED
     await served.worker()
@@ -50,15 +50,15 @@ async def test_what_a_gateway_does_not_resubmit_ends_after_the_grace(served: Ser
     """A client left while the session was broken: the gateway can't tell, and says nothing of it in the new one."""
     old, _ = await served.gateway(), await served.worker(run=False)
     await old.send(submits=[submit(1), submit(2)])
-    await until(lambda: len(served.cell.owners) == 2)
+    await until(lambda: len(served.cell.gateways.owners) == 2)
     if not new_first:
         old.call.cancel()
-        await until(lambda: "g1" not in served.cell.sessions)
+        await until(lambda: "g1" not in served.cell.gateways.sessions)
     new = await served.gateway()
     await new.send(submits=[submit(3, request_id="r1", attempt=1)])
     await until(lambda: holder(served, "r1") == ("g1", 3))
     await until(lambda: set(served.cell.core.requests) == {("g1", 3)})
-    assert served.cell.owners.find("r2") is None
+    assert served.cell.gateways.owners.find("r2") is None
 
 
 @pytest.mark.parametrize(("stood_still", "crashes"), [(True, 0), (False, 1)])

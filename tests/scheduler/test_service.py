@@ -25,7 +25,7 @@ async def until(condition, timeout_s: float = 5.0) -> None:
 
 def holder(served: Served, request_id: str) -> Any:
     """Whose the id is, as (gateway, handle)."""
-    owner = served.cell.owners.find(request_id)
+    owner = served.cell.gateways.owners.find(request_id)
     return owner and owner.key
 
 
@@ -34,7 +34,7 @@ async def test_a_request_runs_to_its_end(served: Served) -> None:
     await gateway.send(submits=[submit()])
     assert await gateway.finished(1) == EXPECTED
     assert not served.cell.core.requests
-    assert len(served.cell.owners) == 0
+    assert len(served.cell.gateways.owners) == 0
 
 
 async def test_steps_run_ahead_by_two(served: Served) -> None:
@@ -134,7 +134,7 @@ async def test_one_id_cannot_live_twice(served: Served) -> None:
     gateway, _ = await served.gateway(), await served.worker(run=False)
     other = await served.gateway("g2")
     await gateway.send(submits=[submit(1)])
-    await until(lambda: served.cell.owners.find("r1"))
+    await until(lambda: served.cell.gateways.owners.find("r1"))
     await other.send(submits=[submit(7, request_id="r1")])
     assert (await other.error(7)).code == code_pb2.ALREADY_EXISTS
     assert holder(served, "r1") == ("g1", 1)
@@ -159,15 +159,15 @@ async def test_a_higher_attempt_supersedes_silently(served: Served) -> None:
 async def test_a_lost_gateway_s_requests_are_kept_for_the_grace_then_cancelled(served: Served) -> None:
     gateway, _ = await served.gateway(), await served.worker(run=False)
     await gateway.send(submits=[submit(1), submit(2)])
-    await until(lambda: len(served.cell.owners) == 2)
+    await until(lambda: len(served.cell.gateways.owners) == 2)
     gateway.call.cancel()
-    await until(lambda: "g1" not in served.cell.sessions)
-    assert len(served.cell.owners) == 2
+    await until(lambda: "g1" not in served.cell.gateways.sessions)
+    assert len(served.cell.gateways.owners) == 2
     other = await served.gateway("g2")
     await other.send(submits=[submit(9, request_id="r1", attempt=1)])
     await until(lambda: holder(served, "r1") == ("g2", 9))
-    await until(lambda: len(served.cell.owners) == 1)
-    assert served.cell.owners.find("r2") is None
+    await until(lambda: len(served.cell.gateways.owners) == 1)
+    assert served.cell.gateways.owners.find("r2") is None
     assert set(served.cell.core.requests) == {("g2", 9)}
 
 
@@ -200,7 +200,7 @@ async def test_a_full_queue_refuses_with_retry_info(served: Served) -> None:
     error = await gateway.error(5)
     assert error.code == code_pb2.RESOURCE_EXHAUSTED
     assert any(detail.type_url.endswith("RetryInfo") for detail in error.details)
-    await until(lambda: len(served.cell.owners) == 4)
+    await until(lambda: len(served.cell.gateways.owners) == 4)
     await served.worker()
     assert await gateway.finished(1) == EXPECTED
 
@@ -238,7 +238,7 @@ async def test_a_draining_cell_refuses_new_requests_and_ends_old_ones(served: Se
     served.tasks.append(asyncio.create_task(worker.run()))
     await worker.answer(worker.steps[0])
     assert await gateway.finished(1) == EXPECTED
-    await asyncio.wait_for(served.cell.idle.wait(), 5)
+    await asyncio.wait_for(served.cell.gateways.idle.wait(), 5)
 
 
 async def test_a_higher_term_seen_by_a_peer_makes_the_leader_acquire_anew(served: Served) -> None:
@@ -319,7 +319,7 @@ async def test_prompt_logprobs_are_computed_once_for_n_choices_and_never_from_ca
 async def test_a_gateway_that_does_not_read_gets_one_message_per_choice(served: Served) -> None:
     session = served.cell.open_session("slow", 0)
     await served.worker()
-    served.cell.submit(session, submit(1, max_tokens=40))
+    served.cell.gateways.submit(session, submit(1, max_tokens=40))
     await until(lambda: not served.cell.core.requests)
     response = await session.next_response()
     assert response is not None
