@@ -8,7 +8,7 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from tandem_client.convert import stream_request
 from tandem_client.types import Request
 from tests.cases.cell import EOS, ForcedEngine, WholeCell, whole_cell
 from tests.gateway.conftest import CHAT_TEMPLATE, Connection, ScriptedScheduler, byte_level, write_folder
-from tests.integration.harness import receive, request
+from tests.integration.harness import Process, receive, request
 
 STOP, LENGTH = types_pb2.FINISH_REASON_STOP, types_pb2.FINISH_REASON_LENGTH
 
@@ -179,36 +179,29 @@ async def gateway_process(folder: Path) -> AsyncIterator[tuple[str, Connection]]
 
 
 class Bystander:
-    """One who probes health and takes tokens of a stream all the while; remembers the longest wait."""
+    """One who probes health and takes tokens of a stream all the while, and probes another process for comparison."""
 
-    def __init__(self, address: str, connection: Connection) -> None:
-        self.longest_s = 0.0
+    def __init__(self, address: str, connection: Connection, other: str) -> None:
+        self.longest_s = self.other_longest_s = 0.0
         self.num_waits = 0
         self._connection = connection
-        self._channel = connect(address)
-        self._health = health_pb2_grpc.HealthStub(self._channel)
+        self._channel, self._other = connect(address), connect(other)
         hi = generation_pb2.GenerateStreamRequest(model="tiny", text="hi")
         self._call = generation_pb2_grpc.GenerationServiceStub(self._channel).GenerateStream(hi)
         self._submit: Any = None
         self._index = 0
 
-    async def watch(self, until: asyncio.Future[Any]) -> float:
-        """Until something is done; the longest wait in seconds."""
-        self.longest_s, self.num_waits = 0.0, 0
+    async def watch(self, until: asyncio.Future[Any]) -> None:
+        """Until something is done; notes the longest waits."""
+        self.longest_s, self.other_longest_s, self.num_waits = 0.0, 0.0, 0
         if self._submit is None:
             self._submit = await self._connection.submit()
         while not until.done():
-            for wait in (self._probe(), self._token()):
-                began = time.perf_counter()
-                await wait
-                self.longest_s = max(self.longest_s, time.perf_counter() - began)
+            self.other_longest_s = max(self.other_longest_s, await _seconds(_probe(self._other)))
+            for wait in (_probe(self._channel), self._token()):
+                self.longest_s = max(self.longest_s, await _seconds(wait))
                 self.num_waits += 1
-            await asyncio.sleep(0.01)
-        return self.longest_s
-
-    async def _probe(self) -> None:
-        response = await self._health.Check(health_pb2.HealthCheckRequest())
-        assert response.status == health_pb2.HealthCheckResponse.SERVING
+            await asyncio.sleep(0.005)
 
     async def _token(self) -> None:
         self._connection.emit(self._submit, b"x", self._index)
@@ -218,6 +211,18 @@ class Bystander:
     async def leave(self) -> None:
         self._call.cancel()
         await self._channel.close()
+        await self._other.close()
+
+
+async def _probe(channel: Any) -> None:
+    response = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+    assert response.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def _seconds(wait: Coroutine[Any, Any, None]) -> float:
+    began = time.perf_counter()
+    await wait
+    return time.perf_counter() - began
 
 
 def asked(kind: str) -> Any:
@@ -229,28 +234,40 @@ def asked(kind: str) -> Any:
     return message
 
 
-@pytest.mark.parametrize("kind", ["text", "chat"])
-async def test_case_42_and_78_a_prompt_of_5_mb_is_served_and_holds_nobody_up(tmp_path: Path, kind: str) -> None:
-    """A few attempts are allowed, and where even an idle gateway answers slowly, because the machine is busy otherwise,
-    the bound is a part of the time that the prompt takes. A loop that freezes breaks both, every time.
+def contention() -> float:
+    """How much longer than its processor time a piece of work takes here, at present."""
+    wall_s, cpu_s = time.perf_counter(), time.process_time()
+    while time.process_time() - cpu_s < 0.1:
+        pass
+    return (time.perf_counter() - wall_s) / 0.1
+
+
+async def test_case_42_and_78_a_prompt_of_5_mb_is_served_and_holds_nobody_up(tmp_path: Path) -> None:
+    """A probe takes less than 100 ms; where the machine is busy, less than a sixth of what the prompt takes.
+
+    A few attempts are allowed; a loop that freezes would freeze in all of them, for as long as the prompt takes.
     """
-    async with gateway_process(tmp_path) as (address, connection):
-        channel, bystander = connect(address), Bystander(address, connection)
-        for _ in range(3):
-            idle_s = await bystander.watch(asyncio.ensure_future(asyncio.sleep(0.3)))
-            long = generation_pb2_grpc.GenerationServiceStub(channel).GenerateStream(asked(kind))
-            began = time.perf_counter()
-            arrived = asyncio.ensure_future(asyncio.wait_for(connection.submits.get(), 90))
-            longest_s = await bystander.watch(arrived)
-            took_s = time.perf_counter() - began
-            whole = await arrived
-            assert len(whole.prompt_token_ids) > 500_000
-            connection.emit(whole, [5], finish_reason=LENGTH)
-            assert (await long.read()).usage.prompt_tokens == len(whole.prompt_token_ids)
-            assert bystander.num_waits > 10, "it was over too soon to tell"
-            bound_s = 0.1 if idle_s < 0.02 else max(0.1, took_s / 6)
-            if longest_s < bound_s:
-                break
-        assert longest_s < bound_s, f"somebody waited {longest_s:.3f} s of {took_s:.1f}, and {idle_s:.3f} s when idle"
+    other = await Process.start(tmp_path, "scheduler", "scheduler", port=0)
+    async with gateway_process(tmp_path / "model") as (address, connection):
+        channel, bystander = connect(address), Bystander(address, connection, other.address)
+        for kind in ("text", "chat"):
+            for _ in range(3):
+                quiet = contention() < 1.3
+                long = generation_pb2_grpc.GenerationServiceStub(channel).GenerateStream(asked(kind))
+                began = time.perf_counter()
+                arrived = asyncio.ensure_future(asyncio.wait_for(connection.submits.get(), 90))
+                await bystander.watch(arrived)
+                took_s = time.perf_counter() - began
+                whole = await arrived
+                assert len(whole.prompt_token_ids) > 500_000
+                connection.emit(whole, [5], finish_reason=LENGTH)
+                assert (await long.read()).usage.prompt_tokens == len(whole.prompt_token_ids)
+                assert bystander.num_waits > 10, "it was over too soon to tell"
+                quiet = quiet and contention() < 1.3
+                bound_s = max(0.1, 2 * bystander.other_longest_s, 0.0 if quiet else took_s / 6)
+                if bystander.longest_s < bound_s:
+                    break
+            assert bystander.longest_s < bound_s, f"{kind}: {bystander.longest_s:.3f} s of {took_s:.1f}"
         await bystander.leave()
         await channel.close()
+    await other.stop()

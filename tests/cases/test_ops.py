@@ -58,7 +58,7 @@ async def refusal(call: Any) -> errors.TandemError:
 
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize(
-    ("fault", "seconds"), [(signal.SIGKILL, 2.0), (signal.SIGSTOP, 5.0)], ids=["killed", "stopped"]
+    ("fault", "seconds"), [(signal.SIGKILL, 3.0), (signal.SIGSTOP, 6.0)], ids=["killed", "stopped"]
 )
 async def test_case_72_without_a_worker_health_says_so_and_streams_end_unavailable(
     cluster: Cluster, fault: int, seconds: float
@@ -84,7 +84,7 @@ async def test_case_72_without_a_worker_health_says_so_and_streams_end_unavailab
     ended_s = time.perf_counter() - began
     assert isinstance(error, errors.Unavailable)
     assert error.retry_after_s > 0
-    assert CAPACITY_WAIT_S - 0.1 < ended_s < told_s + CAPACITY_WAIT_S + 2.0
+    assert CAPACITY_WAIT_S - 0.1 < ended_s < told_s + CAPACITY_WAIT_S + 4.0
     assert isinstance(await late, errors.Unavailable)
     await cluster.assert_baseline()
     await cluster.restore(workers=1)
@@ -98,9 +98,9 @@ def test_case_72_streams_wait_a_minute_unless_told_otherwise() -> None:
     assert SchedulerConfig().capacity_wait_s == 60.0
 
 
-# The scheduler comes last: nothing in the fixture brings it back.
+# A gateway's own turn is in tests/gateway/test_process.py. The scheduler comes last: the fixture doesn't bring it back.
 @pytest.mark.asyncio(loop_scope="module")
-@pytest.mark.parametrize("name", ["gateway", "worker-0", "scheduler"])
+@pytest.mark.parametrize("name", ["worker-0", "scheduler"])
 async def test_case_74_told_to_stop_at_the_third_token_it_delivers_all_fifty(cluster: Cluster, name: str) -> None:
     stub = cluster.stub()
     leaving = cluster.processes[name]
