@@ -118,7 +118,10 @@ CASES: dict[int, tuple[str, ...]] = {
         "tests/gateway/test_servicer_limits.py::test_a_client_that_leaves_is_cancelled_everywhere",
         "tests/scheduler/core/test_scenarios.py::test_scenario",
     ),
-    45: ("tests/integration/test_operation.py::test_one_disconnect_changes_nothing_for_the_others",),
+    45: (
+        "tests/cases/test_sch.py::test_case_45_a_cancellation_in_the_middle_of_a_step_touches_no_other_row",
+        "tests/integration/test_operation.py::test_one_disconnect_changes_nothing_for_the_others",
+    ),
     47: (
         "tests/scheduler/core/test_scheduler.py::"
         "test_case_47_blocks_of_a_cancelled_request_on_a_lost_worker_are_gone_with_it",

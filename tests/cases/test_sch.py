@@ -1,4 +1,4 @@
-"""Scheduling, KV and the worker together, over the fake engine: cases 34, 35, 43, 50, 56 and 60."""
+"""Scheduling, KV and the worker together, over the fake engine: cases 34, 35, 43, 45, 50, 56 and 60."""
 
 from __future__ import annotations
 
@@ -93,6 +93,25 @@ async def test_case_43_no_step_after_a_disconnect_holds_the_row(folder: Path) ->
         pool = cell.scheduler.core.workers["w"].pool
         assert pool.num_free + pool.num_cached == 160
         assert not cell.gateway.table._by_handle
+
+
+async def test_case_45_a_cancellation_in_the_middle_of_a_step_touches_no_other_row(folder: Path) -> None:
+    async with whole_cell(folder, ForcedEngine(step_ms=2)) as cell:
+        prompts = [list(f"{name} of four".encode()) for name in ("one", "two", "three")]
+        leaver = cell.stub.GenerateStream(request("leaver", 200))
+        others = [receive(cell.stub.GenerateStream(request(prompt, 60, temperature=0.7))) for prompt in prompts]
+        staying = asyncio.gather(*others)
+        await until(lambda: cell.scheduler.core.num_running == 4)
+        assert (await leaver.read()).deltas
+        cell.engine.hold()
+        await until(cell.engine.entered.is_set)
+        assert len(cell.scheduler.core.requests) == 4, "the others were too quick"
+        leaver.cancel()
+        await until(lambda: len(cell.scheduler.core.requests) == 3)
+        cell.engine.release()
+        for prompt, answer in zip(prompts, await staying, strict=True):
+            assert answer.tokens[0] == expected_tokens(prompt, 60, temperature=0.7)
+        await cell.until_idle()
 
 
 async def test_case_50_a_deadline_is_kept_while_the_job_before_hangs(folder: Path) -> None:
