@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from draft_worker.prefix_hash import extend, prefix_hash
+from engine.prefix_hash import extend, prefix_hash
 
 LOOKAHEAD = 2
 """A guess runs on to LOOKAHEAD · k + 1 tokens: k are verified while the bonus and the next k are guessed."""

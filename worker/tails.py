@@ -18,7 +18,7 @@ import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from worker.prefix_hash import extend, prefix_hash
+from engine.prefix_hash import extend, prefix_hash
 from worker.sequences import Sequence
 
 HASHES_KEPT = 128

@@ -11,7 +11,7 @@ from draft_worker.drafting import MAX_FAILURES, Drafter, DraftThread
 from draft_worker.inbox import Delivery
 from draft_worker.mirrors import Commit, Mirror, MirrorTable, News, Open, Tail
 from draft_worker.ngram_proposer import NgramProposer
-from draft_worker.prefix_hash import prefix_hash
+from engine.prefix_hash import prefix_hash
 
 PROMPT = [1, 2, 3, 1, 2, 3, 1, 2]
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draft_worker.mirrors import LOOKAHEAD, Close, Commit, Mirror, MirrorTable, News, Open
-from draft_worker.prefix_hash import prefix_hash
+from engine.prefix_hash import prefix_hash
 
 PROMPT = [5, 6, 7]
 

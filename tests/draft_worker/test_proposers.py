@@ -12,10 +12,10 @@ import torch
 from draft_worker.mirrors import Mirror
 from draft_worker.model_proposer import ModelProposer
 from draft_worker.ngram_proposer import NgramProposer
-from draft_worker.prefix_hash import prefix_hash
 from engine.batch import Batch
 from engine.fake import FakeEngine
 from engine.noise import gumbel
+from engine.prefix_hash import prefix_hash
 
 torch.set_num_threads(1)
 

@@ -20,8 +20,8 @@ from draft_worker.ngram_proposer import NgramProposer
 from draft_worker.proposer import Proposer
 from draft_worker.servicer import DraftServicer
 from engine.fake import FakeEngine
+from engine.prefix_hash import prefix_hash
 from worker.drafting import DraftLink
-from worker.prefix_hash import prefix_hash
 from worker.sequences import Sequence
 from worker.steps import SamplingParams
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from worker.prefix_hash import prefix_hash
+from engine.prefix_hash import prefix_hash
 from worker.sequences import Sequence
 from worker.steps import SamplingParams
 from worker.tails import (

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from draft_worker.mirrors import Mirror
 from draft_worker.model_proposer import ModelProposer
-from draft_worker.prefix_hash import prefix_hash
+from engine.prefix_hash import prefix_hash
 from engine.runner import ModelRunner
 from worker.steps import SamplingParams
 
