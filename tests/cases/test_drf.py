@@ -6,6 +6,7 @@ import json
 import logging
 import shutil
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from draft_worker.config import DraftWorkerConfig
 from draft_worker.loading import load_proposer
 from draft_worker.model_proposer import ModelProposer
 from draft_worker.proposer import Proposer
+from engine.batch import Batch
 from engine.runner import ModelRunner
 from tests.cases.cell import VOCAB_SIZE, ForcedEngine, WholeCell, whole_cell
 from tests.integration.harness import MODEL, receive, request
@@ -121,6 +123,19 @@ def runner(path: Path, dtype: str) -> ModelRunner:
     return ModelRunner.load(path, dtype=dtype, device="cpu", num_blocks=64, block_size=16, threads=1)
 
 
+class Paced:
+    """An engine whose steps take a while, so that a draft model of the target's own size keeps up."""
+
+    def __init__(self, engine: ModelRunner, step_s: float = 0.02) -> None:
+        self.info = engine.info
+        self._engine = engine
+        self._step_s = step_s
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        time.sleep(self._step_s)
+        return self._engine.forward(batch)
+
+
 def real_draft(path: Path, target: Path, dtype: str = "float32") -> Any:
     config = DraftWorkerConfig(
         target=MODEL, target_model=str(target), draft=str(path), dtype=dtype, threads=1, kv_cache_gib=0.01
@@ -151,7 +166,7 @@ async def test_case_64_greedy_tokens_are_the_same_for_every_draft_length(
     worse = write_llama(folder, tmp_path / "worse", noise=0.03)
     prompt = [65]
     async with whole_cell(
-        target, runner(target, dtype), real_draft(worse, target, dtype), {"max_draft_tokens": 8}
+        target, Paced(runner(target, dtype)), real_draft(worse, target, dtype), {"max_draft_tokens": 8}
     ) as cell:
         tokens, drafted, accepted = await answers_by_k(cell, prompt, range(6), 64)
     assert 0 < accepted < drafted
@@ -173,7 +188,7 @@ async def test_case_70_padded_vocabularies_work_together(
     small = write_llama(folder, tmp_path / "small", VOCAB_SIZE)
     large = write_llama(folder, tmp_path / "large")
     target, draft = (small, large) if larger == "draft" else (large, small)
-    async with whole_cell(target, runner(target, "float32"), real_draft(draft, target)) as cell:
+    async with whole_cell(target, Paced(runner(target, "float32")), real_draft(draft, target)) as cell:
         said: set[int] = set()
         drafted = accepted = 0
         for first in range(65, 69):

@@ -35,6 +35,8 @@ if args.bar:
     for share in range(0, 101, 10):
         sys.stderr.write(f"\\rloading {share}%")
         sys.stderr.flush()
+        while share == 50 and not os.path.exists(args.bar):  # until the bar so far has been seen
+            time.sleep(0.005)
     sys.stderr.write("\\n")
 if args.say_long:
     print("x" * args.say_long, file=sys.stderr)

@@ -162,10 +162,15 @@ async def test_a_child_that_was_ready_is_never_given_up(stub: Any, journal: Path
     await supervisor.stop(["a"], 5)
 
 
-async def test_a_progress_bar_is_one_line_in_the_end(stub: Any) -> None:
-    lines, bars = Lines(), Lines()
-    supervisor = Supervisor(lines, FAST, on_progress=bars)
-    await supervisor.start([stub("a", bar="yes", say_long=3_000_000)])
+async def test_a_progress_bar_is_one_line_in_the_end(stub: Any, tmp_path: Path) -> None:
+    lines, bars, seen = Lines(), Lines(), tmp_path / "seen"
+
+    def on_progress(name: str, line: str) -> None:
+        bars(name, line)
+        seen.touch()
+
+    supervisor = Supervisor(lines, FAST, on_progress=on_progress)
+    await supervisor.start([stub("a", bar=str(seen), say_long=3_000_000)])
     await supervisor.stop(["a"], 5)
     assert [line for _, line in lines.lines if "loading" in line] == ["loading 100%"]
     assert bars.lines
