@@ -133,8 +133,6 @@ class TailTable:
         self._dirty: set[int] = set()
         self._linked = False
         self._num_opening = 0
-        self.num_used = 0
-        """tails of which at least one token was drafted"""
 
     # ------------------------------------------------------------------------------------- from the executor's thread
 
@@ -178,9 +176,7 @@ class TailTable:
         offset = len(tokens) - tail.base
         if offset < 0 or tokens[tail.base :] != tail.token_ids[:offset]:
             return []
-        draft = tail.token_ids[offset : offset + limit]
-        self.num_used += bool(draft)
-        return draft
+        return tail.token_ids[offset : offset + limit]
 
     # --------------------------------------------------------------------------------------------- from the link's loop
 

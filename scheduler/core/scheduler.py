@@ -77,7 +77,9 @@ class Scheduler:
             self.wait(sequence)
         if culprit is None or culprit.state is State.DONE:
             return []
-        return [self._fail(culprit.request, Refusal(RefusalKind.POISON, "alone, it crashed the worker that ran it"))]
+        return [
+            self.fail_request(culprit.request, Refusal(RefusalKind.POISON, "alone, it crashed the worker that ran it"))
+        ]
 
     def drain(self, worker_id: str) -> None:
         """No new work for a worker. What it runs moves, if another worker can take it, or else ends there."""
@@ -142,7 +144,7 @@ class Scheduler:
         for request in list(self.requests.values()):
             deadline = request.spec.deadline
             if deadline is not None and now >= deadline:
-                failures.append(self._fail(request, Refusal(RefusalKind.DEADLINE, "the deadline has passed")))
+                failures.append(self.fail_request(request, Refusal(RefusalKind.DEADLINE, "the deadline has passed")))
         for pool in list(self.models.values()):
             if not (pool.seen or pool.num_waiting):
                 del self.models[pool.name]
@@ -151,7 +153,7 @@ class Scheduler:
                 since, request = sequence.stranded_since, sequence.request
                 if request.spec.deadline is None and since is not None and now - since >= self.config.capacity_wait_s:
                     message = f"no worker of {pool.name!r} could take it at present"
-                    failures.append(self._fail(request, Refusal(RefusalKind.NO_WORKER, message)))
+                    failures.append(self.fail_request(request, Refusal(RefusalKind.NO_WORKER, message)))
         return failures
 
     # --------------------------------------------------------------------------------------------------- steps
@@ -176,7 +178,7 @@ class Scheduler:
             try:
                 self._check_fit(head.request, pool)
             except Refusal as refusal:
-                failures.append(self._fail(head.request, refusal))
+                failures.append(self.fail_request(head.request, refusal))
                 continue
             placement = choose_worker(head, workers, self.config)
             if placement is not None:
@@ -254,7 +256,10 @@ class Scheduler:
 
     def fail_request(self, request: Request, refusal: Refusal) -> Failure:
         """End every choice of a request without an answer."""
-        return self._fail(request, refusal)
+        self.counters.requests_failed += 1
+        for sequence in list(request.sequences.values()):
+            self.end(sequence)
+        return Failure(request, refusal)
 
     # ------------------------------------------------------------------------------------------------ integrity
 
@@ -348,9 +353,3 @@ class Scheduler:
             del pool.parked[sequence.sequence_id]
         else:
             pool.queue.remove(sequence)
-
-    def _fail(self, request: Request, refusal: Refusal) -> Failure:
-        self.counters.requests_failed += 1
-        for sequence in list(request.sequences.values()):
-            self.end(sequence)
-        return Failure(request, refusal)
