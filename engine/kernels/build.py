@@ -1,0 +1,153 @@
+"""Compiles the C++ kernels, once per machine: `library()` loads them, `python -m engine.kernels.build` builds ahead.
+
+    csrc/<kernel>.cpp      once per level, without torch's headers: seconds each
+    csrc/<kernel>_ops.cpp  once: what torch.library knows of it
+                           → <cache>/kernels/<hash>/tandem_kernels.so
+
+The hash is of the sources, the flags, the compiler and torch, so an old library is never loaded. A lock makes workers
+that start together wait for the first. Where there is no compiler, or the CPU has none of the levels, `library()` says
+so by NoKernels, and `torch_ops` takes over.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from engine.model_cache import cache_folder
+from engine.progress import Progress
+
+SOURCES = Path(__file__).parent / "csrc"
+KERNELS = ("linear", "norm", "attention", "choose")
+"""csrc/<name>.cpp, compiled once per level, and csrc/<name>_ops.cpp"""
+LEVELS = {
+    "avx2": ("-mavx2", "-mfma"),
+    "avx512": ("-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"),
+    "avx512bf16": ("-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16"),
+}
+_FLAGS = ("-O3", "-std=c++20", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-fvisibility=hidden")
+_NAME = "tandem_kernels.so"
+_LEVEL_NUMBERS = {1: "avx2", 2: "avx512", 3: "avx512bf16"}
+
+
+class NoKernels(Exception):
+    """The C++ kernels can't be used here; the message says why."""
+
+
+@cache
+def library(progress: Progress | None = None) -> str:
+    """Load the kernels, building them first if need be, and return the best level of this CPU.
+
+    `torch.ops.tandem` holds the operations afterwards. Raises NoKernels.
+    """
+    if platform.machine() not in ("x86_64", "AMD64"):
+        raise NoKernels(f"the C++ kernels are for x86-64, this is {platform.machine()}")
+    if os.environ.get("TANDEM_KERNELS") == "off":
+        raise NoKernels("TANDEM_KERNELS=off")
+    torch.ops.load_library(str(built(progress)))
+    level = torch.ops.tandem.best_level()
+    if level not in _LEVEL_NUMBERS:
+        raise NoKernels("the CPU has no AVX2")
+    return _LEVEL_NUMBERS[level]
+
+
+def level_number(level: str) -> int:
+    """What the operations take as `level`."""
+    return next(number for number, name in _LEVEL_NUMBERS.items() if name == level)
+
+
+def built(progress: Progress | None = None) -> Path:
+    """The library's file, built if it isn't there. Raises NoKernels."""
+    compiler = _compiler()
+    folder = cache_folder() / "kernels" / _hash(compiler)
+    path = folder / _NAME
+    if path.is_file():
+        return path
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.is_file():
+            _build(compiler, path, progress)
+    return path
+
+
+def _compiler() -> str:
+    wanted = os.environ.get("CXX", "c++")
+    found = shutil.which(wanted)
+    if found is None:
+        raise NoKernels(f"there is no C++ compiler ({wanted}); on Debian or Ubuntu: sudo apt install g++")
+    return found
+
+
+def _hash(compiler: str) -> str:
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
+    digest = hashlib.sha256(repr((version, torch.__version__, _FLAGS, LEVELS)).encode())
+    for path in sorted(SOURCES.iterdir()):
+        if path.suffix in (".cpp", ".h"):
+            digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def _jobs() -> list[tuple[str, Path, tuple[str, ...]]]:
+    """(object name, source, flags), the slowest first."""
+    bindings = _torch_flags()
+    jobs = [(path.stem, path, bindings) for path in (SOURCES / f"{name}_ops.cpp" for name in KERNELS) if path.exists()]
+    jobs.append(("library", SOURCES / "library.cpp", bindings))
+    for name in KERNELS:
+        source = SOURCES / f"{name}.cpp"
+        if source.exists():
+            jobs += [
+                (f"{name}.{level}", source, (*flags, f"-DTANDEM_LEVEL={level}")) for level, flags in LEVELS.items()
+            ]
+    jobs.append(("threads", SOURCES / "threads.cpp", ()))
+    return jobs
+
+
+def _torch_flags() -> tuple[str, ...]:
+    root = Path(torch.__file__).parent / "include"
+    includes = (root, root / "torch" / "csrc" / "api" / "include")
+    abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
+    return (*(f"-isystem{folder}" for folder in includes), f"-D_GLIBCXX_USE_CXX11_ABI={abi}", "-O1")
+
+
+def _build(compiler: str, path: Path, progress: Progress | None) -> None:
+    jobs = _jobs()
+    num_done = 0
+
+    def compile_one(job: tuple[str, Path, tuple[str, ...]]) -> str:
+        nonlocal num_done
+        name, source, flags = job
+        target = str(Path(folder) / f"{name}.o")
+        _run([compiler, *_FLAGS, *flags, "-c", str(source), "-o", target])
+        num_done += 1
+        if progress:
+            progress("compiling the kernels (once)", num_done / (len(jobs) + 1))
+        return target
+
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        objects = list(pool.map(compile_one, jobs))
+        shared = path.with_suffix(".partial")
+        libraries = Path(torch.__file__).parent / "lib"
+        _run([compiler, "-shared", "-o", str(shared), *objects, f"-L{libraries}", "-ltorch_cpu", "-lc10", "-pthread"])
+        shared.rename(path)
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise NoKernels(f"the kernels did not compile:\n{' '.join(command)}\n{done.stderr[-4000:]}")
+
+
+if __name__ == "__main__":
+    print(f"{built()}: best level {library()}", file=sys.stderr)
