@@ -148,7 +148,7 @@ class Ops(Protocol):
     def embed(
         self, token_ids: torch.Tensor, table: PackedLinear | torch.Tensor, scale: float, hidden: torch.Tensor
     ) -> None:
-        """hidden float32 [T, K] = scale · rows of the table, which is [V, K], or packed where the head is tied to it."""
+        """hidden float32 [T, K] = scale · rows of the table: [V, K], or packed where the head is tied to it."""
         ...
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
@@ -168,7 +168,7 @@ class Ops(Protocol):
     def linear(
         self, x: torch.Tensor, weight: PackedLinear, out: torch.Tensor, scale: float = 1.0, softcap: float = 0.0
     ) -> None:
-        """x A [T, K], rows may be strided → out A or float32 [T, N] = scale · (x Wᵀ + bias), then capped if softcap > 0."""
+        """x A [T, K], rows may be strided → out A or float32 [T, N] = scale · (x Wᵀ + bias), capped if softcap > 0."""
         ...
 
     def linear_add(self, x: torch.Tensor, weight: PackedLinear, scale: float, out: torch.Tensor) -> None:
