@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from draft_worker.mirrors import Mirror
-from engine.batch import Batch, Engine
+from engine.batch import Batch, Engine, pad_tables
 from engine.sampler import SampleRow, sample
 from engine.sampling_params import SamplingParams
 
@@ -132,6 +132,6 @@ def _batch(rows: Sequence[tuple[Mirror, int]], block_size: int, vocab_size: int)
         slot_mapping=np.concatenate(slots),
         query_starts=np.concatenate(([0], np.cumsum(lengths))).astype(np.int32),
         context_lens=np.array([mirror.computed + count for mirror, count in rows], np.int32),
-        block_tables=tables,
+        block_tables=pad_tables(tables),
         logit_indices=np.array(wanted, np.int64),
     )

@@ -168,11 +168,8 @@ class AttentionPlan:
         """Cache block ids of each (row, tile), int64 [n, KEY_TILE / block_size]; beyond the context the row's last."""
         per_tile = KEY_TILE // self._block_size
         needed = -(-self._batch.context_lens // self._block_size)
-        starts = np.cumsum(needed) - needed
-        tables = [table[:count] for table, count in zip(self._batch.block_tables, needed, strict=True)]
-        flat = np.concatenate(tables).astype(np.int64)
         index = np.minimum(tiles[:, None] * per_tile + np.arange(per_tile), needed[rows][:, None] - 1)
-        return flat[starts[rows][:, None] + index]
+        return self._batch.block_tables[rows[:, None], index].astype(np.int64)
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)

@@ -14,11 +14,13 @@ block that one of them writes. Before attention reads, every token's KV of the b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+
 if TYPE_CHECKING:
-    import numpy as np
     import torch
 
 
@@ -36,10 +38,18 @@ class Batch:
     """int32 [R + 1]"""
     context_lens: np.ndarray
     """int32 [R]"""
-    block_tables: list[np.ndarray]
-    """R arrays, int32, each at least ceil(context_len / block_size) block ids"""
+    block_tables: np.ndarray
+    """int32 [R, B]: a row's first ceil(context_len / block_size) entries are its block ids, the rest is any id ≥ 0"""
     logit_indices: np.ndarray
     """int64 [L], ascending: the flat tokens whose logits are wanted"""
+
+
+def pad_tables(tables: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
+    """`Batch.block_tables` from one list of block ids per row."""
+    padded = np.zeros((len(tables), max(map(len, tables), default=0)), np.int32)
+    for row, table in enumerate(tables):
+        padded[row, : len(table)] = table
+    return padded
 
 
 @dataclass(frozen=True, slots=True)

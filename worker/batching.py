@@ -58,17 +58,14 @@ def build_batch(plans: list[RowPlan], block_tables: np.ndarray, block_size: int)
     slot_mapping = block_tables[row_slots, positions // block_size].astype(np.int64) * block_size
     slot_mapping += positions % block_size
     context_lens = starts + lengths
-    tables = [
-        block_tables[slot, :num_blocks]
-        for slot, num_blocks in zip(slots.tolist(), (-(-context_lens // block_size)).tolist(), strict=True)
-    ]
+    width = -(-int(context_lens.max()) // block_size)
     return Batch(
         token_ids=np.array(flat, np.int32),
         positions=positions.astype(np.int32),
         slot_mapping=slot_mapping,
         query_starts=np.concatenate(([0], ends)).astype(np.int32),
         context_lens=context_lens.astype(np.int32),
-        block_tables=tables,
+        block_tables=block_tables[slots, :width],
         logit_indices=_ranges(ends - num_logits, num_logits),
     )
 

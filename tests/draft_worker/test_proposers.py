@@ -52,7 +52,7 @@ def next_token(tokens: list[int], num_prompt: int, seed: int, temperature: float
             slot_mapping=np.arange(n, dtype=np.int64),
             query_starts=np.array([0, n], np.int32),
             context_lens=np.array([n], np.int32),
-            block_tables=[np.arange(64, dtype=np.int32)],
+            block_tables=np.arange(64, dtype=np.int32)[None],
             logit_indices=np.array([n - 1], np.int64),
         )
     )[0][:vocab_size]

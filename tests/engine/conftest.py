@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine.batch import Batch
+from engine.batch import Batch, pad_tables
 from engine.default_model import fetch_default_model
 from engine.runner import ModelRunner
 
@@ -187,7 +187,7 @@ class Sequences:
     def batch(self, *rows: tuple[str, int, list[int]], logits: str = "all") -> Batch:
         """One step of rows (name, first position, token ids), with logits of all tokens or of each row's last."""
         block_size = self.runner.info.block_size
-        tables: list[np.ndarray] = []
+        tables: list[list[int]] = []
         positions: list[int] = []
         slots: list[int] = []
         lengths: list[int] = []
@@ -195,7 +195,7 @@ class Sequences:
             table = self.tables.setdefault(name, [])
             while len(table) * block_size < start + len(token_ids):
                 table.append(self.free.pop())
-            tables.append(np.array(table, dtype=np.int32))
+            tables.append(table)
             row_positions = range(start, start + len(token_ids))
             positions += row_positions
             slots += [table[p // block_size] * block_size + p % block_size for p in row_positions]
@@ -207,7 +207,7 @@ class Sequences:
             slot_mapping=np.array(slots, dtype=np.int64),
             query_starts=starts.astype(np.int32),
             context_lens=np.array([start + len(ids) for _, start, ids in rows], dtype=np.int32),
-            block_tables=tables,
+            block_tables=pad_tables(tables),
             logit_indices=np.arange(starts[-1]) if logits == "all" else starts[1:].astype(np.int64) - 1,
         )
 

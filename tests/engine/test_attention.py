@@ -10,7 +10,7 @@ import torch
 
 from engine.attention import PagedStep
 from engine.attention_plan import AttentionPlan
-from engine.batch import Batch
+from engine.batch import Batch, pad_tables
 from engine.kv_cache import KvCache, LayerShape
 
 HEADS, KV_HEADS, KEY_DIM, VALUE_DIM = 6, 2, 24, 16
@@ -65,7 +65,7 @@ def test_against_dense_float64(window, softcap, with_sinks):
             slot_mapping=np.array(slots, np.int64),
             query_starts=np.array(starts, np.int32),
             context_lens=np.array([end for _, _, end in step_rows], np.int32),
-            block_tables=[np.array(tables[index], np.int32) for index, _, _ in step_rows],
+            block_tables=pad_tables([tables[index] for index, _, _ in step_rows]),
             logit_indices=np.arange(1),
         )
         padding = -len(places) % 16

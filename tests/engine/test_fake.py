@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections import Counter
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.batch import Batch
+from engine.batch import Batch, pad_tables
 from engine.fake import EOS_TOKEN_ID, PRINTABLE, FakeEngine
 from engine.sampler import SampleRow, sample
 from engine.sampling_params import SamplingParams
@@ -41,7 +42,7 @@ def batch(*pieces: Piece, every: bool = False) -> Batch:
         slot_mapping=np.array(slots, dtype=np.int64),
         query_starts=np.array(starts, dtype=np.int32),
         context_lens=np.array([len(tokens) for tokens, _, _ in pieces], dtype=np.int32),
-        block_tables=[np.array(table, dtype=np.int32) for _, _, table in pieces],
+        block_tables=pad_tables([table for _, _, table in pieces]),
         logit_indices=np.array(wanted, dtype=np.int64),
     )
 
@@ -196,8 +197,8 @@ def test_what_is_out_of_range_raises() -> None:
     ):
         with pytest.raises(IndexError):
             fake.forward(bad)
-    short = batch(([1] * 6, 0, [0, 1]))
-    short.block_tables[0] = short.block_tables[0][:1]
+    whole = batch(([1] * 6, 0, [0, 1]))
+    short = dataclasses.replace(whole, block_tables=whole.block_tables[:, :1])
     with pytest.raises(IndexError, match="block table"):
         fake.forward(short)
     with pytest.raises(ValueError, match="disagreement"):

@@ -317,7 +317,7 @@ def expected_tokens(prompt: list[int], max_tokens: int, choice: int = 0, seed: i
                 slot_mapping=positions.astype(np.int64),
                 query_starts=np.array([0, len(new)], dtype=np.int32),
                 context_lens=np.array([len(known)], dtype=np.int32),
-                block_tables=[table],
+                block_tables=table[None],
                 logit_indices=np.array([len(new) - 1], dtype=np.int64),
             )
         )

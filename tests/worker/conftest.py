@@ -171,7 +171,7 @@ def _plain_tokens(prompt: tuple[int, ...], seed: int, temperature: float, count:
                 slot_mapping=np.arange(length, dtype=np.int64),
                 query_starts=np.array([0, length], np.int32),
                 context_lens=np.array([length], np.int32),
-                block_tables=[np.arange(64, dtype=np.int32)],
+                block_tables=np.arange(64, dtype=np.int32)[None],
                 logit_indices=np.array([length - 1], np.int64),
             )
         )[0]

@@ -61,5 +61,6 @@ def test_equals_token_by_token(data: st.DataObject) -> None:
     assert batch.query_starts.tolist() == starts
     for plan, context, ids in zip(plans, batch.context_lens.tolist(), batch.block_tables, strict=True):
         assert context == plan.start + plan.num_known + len(plan.draft)
-        assert ids.tolist() == table.block_tables[plan.sequence.slot, : -(-context // BLOCK)].tolist()
+        assert ids.tolist() == table.block_tables[plan.sequence.slot, : len(ids)].tolist()
+        assert len(ids) * BLOCK >= context
     assert (batch.token_ids.dtype, batch.positions.dtype, batch.slot_mapping.dtype) == (np.int32, np.int32, np.int64)
