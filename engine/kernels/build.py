@@ -29,14 +29,16 @@ from engine.model_cache import cache_folder
 from engine.progress import Progress
 
 SOURCES = Path(__file__).parent / "csrc"
-KERNELS = ("linear", "norm", "attention", "choose")
-"""csrc/<name>.cpp, compiled once per level, and csrc/<name>_ops.cpp"""
+_WITHOUT_LEVEL = ("threads",)
+"""sources compiled once, without vectors of their own"""
 LEVELS = {
     "avx2": ("-mavx2", "-mfma"),
     "avx512": ("-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"),
     "avx512bf16": ("-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16"),
 }
-_FLAGS = ("-O3", "-std=c++20", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-fvisibility=hidden")
+_FLAGS = ("-O3", "-std=c++20", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-Wall")
+_QUIET = ("-Wno-maybe-uninitialized", "-Wno-uninitialized")
+"""GCC 12's own vector headers set off these two"""
 _NAME = "tandem_kernels.so"
 _LEVEL_NUMBERS = {1: "avx2", 2: "avx512", 3: "avx512bf16"}
 
@@ -101,17 +103,16 @@ def _hash(compiler: str) -> str:
 
 def _jobs() -> list[tuple[str, Path, tuple[str, ...]]]:
     """(object name, source, flags), the slowest first."""
-    bindings = _torch_flags()
-    jobs = [(path.stem, path, bindings) for path in (SOURCES / f"{name}_ops.cpp" for name in KERNELS) if path.exists()]
-    jobs.append(("library", SOURCES / "library.cpp", bindings))
-    for name in KERNELS:
-        source = SOURCES / f"{name}.cpp"
-        if source.exists():
+    sources = sorted(SOURCES.glob("*.cpp"))
+    bindings = [path for path in sources if path.stem.endswith("_ops") or path.stem == "library"]
+    once = [path for path in sources if path.stem in _WITHOUT_LEVEL]
+    jobs = [(path.stem, path, _torch_flags()) for path in bindings]
+    for path in sources:
+        if path not in bindings and path not in once:
             jobs += [
-                (f"{name}.{level}", source, (*flags, f"-DTANDEM_LEVEL={level}")) for level, flags in LEVELS.items()
+                (f"{path.stem}.{level}", path, (*flags, f"-DTANDEM_LEVEL={level}")) for level, flags in LEVELS.items()
             ]
-    jobs.append(("threads", SOURCES / "threads.cpp", ()))
-    return jobs
+    return jobs + [(path.stem, path, ()) for path in once]
 
 
 def _torch_flags() -> tuple[str, ...]:
@@ -129,7 +130,7 @@ def _build(compiler: str, path: Path, progress: Progress | None) -> None:
         nonlocal num_done
         name, source, flags = job
         target = str(Path(folder) / f"{name}.o")
-        _run([compiler, *_FLAGS, *flags, "-c", str(source), "-o", target])
+        _run([compiler, *_FLAGS, *_QUIET, *flags, "-c", str(source), "-o", target])
         num_done += 1
         if progress:
             progress("compiling the kernels (once)", num_done / (len(jobs) + 1))

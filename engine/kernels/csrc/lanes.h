@@ -224,10 +224,11 @@ inline float peak_of(Lanes a) {
   return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
 }
 
-// e^x to about 1e-7 of the result for -87 ≤ x ≤ 88; below, e^-87; above, e^88.
+// e^x to about 1e-7 of the result for -87 ≤ x ≤ 88; below, e^-87; above, e^88. A NaN stays one: min and max return
+// their second operand where one isn't a number.
 //     e^x = 2^n · e^r,  n = round(x / ln2),  r = x - n·ln2 in two parts,  |r| ≤ ln2 / 2,  e^r by Taylor to r^7
 inline Lanes exp(Lanes x) {
-  x = min(max(x, fill(-87.0f)), fill(88.0f));
+  x = min(fill(88.0f), max(fill(-87.0f), x));
   const Lanes n = round_nearest(mul(x, fill(1.44269504f)));
   Lanes r = fma(n, fill(-0.693359375f), x);
   r = fma(n, fill(2.12194440e-4f), r);

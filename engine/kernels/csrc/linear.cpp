@@ -1,0 +1,273 @@
+// How a product is computed: linear.h says what and in which layout.
+//
+// Exactness. Every element of x Wᵀ is one float32 accumulator that takes the products of k = 0, 1, 2 … in this order
+// (bfloat16: pair by pair). Which rows share a pass, a block or a thread therefore can't be seen in the bits.
+//
+// A pass multiplies up to kMaxRows rows with one tile, its sums in registers:
+//
+//         tile, K deep      columns 0 … 15   16 … 31
+//         x, row 0   ──▶     [ sum ]         [ sum ]         each step along k: a vector of weights is loaded once
+//         x, row 1   ──▶     [ sum ]         [ sum ]         and multiplied with one broadcast value (or pair) of
+//            …                                               every row
+//
+// With few rows the time is that of reading the weights, which are fetched ahead; with many rows it is that of
+// multiplying, and a tile stays in the second-level cache while the passes of a block of rows go over it:
+//
+//         item = (block of rows) × (a few tiles)             blocks small enough that x stays in that cache as well
+#include "linear.h"
+
+#include <algorithm>
+#include <array>
+#include <utility>
+
+#include "activations.h"
+#include "lanes.h"
+#include "threads.h"
+
+namespace tandem::TANDEM_LEVEL {
+namespace {
+
+constexpr int kTileVectors = kTileColumns / kLanes;
+constexpr bool kWideRegisters = kLanes == 16;  // 32 registers of 16 lanes; else 16 of 8
+
+constexpr int kMaxRows = kWideRegisters ? 8 : 4;
+constexpr int kFewRows = 4;  // up to here a product waits for memory
+
+// How far ahead of use weights are fetched: about the latency of memory times one core's bandwidth.
+constexpr int64_t kFetchAheadBytes = 3072;
+
+constexpr int64_t kCacheBytes = 1 << 20;  // a core's own cache
+constexpr int64_t kItemBytes = 32 << 10;  // weights that make an item long enough to be worth claiming
+
+template <class T>
+constexpr int kDepthPerStep = sizeof(T) == 2 ? 2 : 1;
+
+template <class T>
+constexpr int64_t kStepElements = kTileColumns * kDepthPerStep<T>;
+
+inline Lanes add_product(Lanes sum, const float* weights, const float* x) { return fma(load(weights), fill(*x), sum); }
+inline Lanes add_product(Lanes sum, const bf16* weights, const bf16* x) {
+  return add_pair_products(sum, load_pairs(weights), fill_pair(x));
+}
+
+// The sums of kVectors vectors of a tile's columns, from vector `first` on.
+template <class T, int kRows, int kVectors>
+void multiply_vectors(const T* x, int64_t stride, const T* tile, int64_t depth, int first, float* sums) {
+  constexpr int kVectorElements = kLanes * kDepthPerStep<T>;
+  Lanes sum[kRows][kVectors];
+#pragma GCC unroll 8
+  for (int row = 0; row < kRows; row++) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; v++) sum[row][v] = zero();
+  }
+  const T* weights = tile + first * kVectorElements;
+  const int64_t num_steps = depth / kDepthPerStep<T>;
+  for (int64_t step = 0; step < num_steps; step++, weights += kStepElements<T>) {
+    if constexpr (kRows <= kFewRows) {
+      constexpr int kLineElements = 64 / sizeof(T);
+#pragma GCC unroll 4
+      for (int offset = 0; offset < kVectors * kVectorElements; offset += kLineElements) {
+        __builtin_prefetch(weights + kFetchAheadBytes / sizeof(T) + offset);
+      }
+    }
+#pragma GCC unroll 8
+    for (int row = 0; row < kRows; row++) {
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; v++) {
+        sum[row][v] = add_product(sum[row][v], weights + v * kVectorElements, x + row * stride + step * kDepthPerStep<T>);
+      }
+    }
+  }
+  if constexpr (kDepthPerStep<T> == 2) {
+    if (depth % 2) {  // the last pair's second half belongs to the next row, or to nobody
+      for (int row = 0; row < kRows; row++) {
+        const T last[2] = {x[row * stride + depth - 1], T{}};
+        for (int v = 0; v < kVectors; v++) sum[row][v] = add_product(sum[row][v], weights + v * kVectorElements, last);
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int row = 0; row < kRows; row++) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; v++) store(sums + row * kTileColumns + (first + v) * kLanes, sum[row][v]);
+  }
+}
+
+// sums [kRows][32] of kRows rows and one tile
+template <class T, int kRows>
+void multiply(const T* x, int64_t stride, const T* tile, int64_t depth, float* sums) {
+  // As many vectors at once as leave registers for the weights: a whole tile, or half of one in 16 registers.
+  constexpr int kVectors = kWideRegisters || kRows == 1 ? kTileVectors : kTileVectors / 2;
+  for (int first = 0; first < kTileVectors; first += kVectors) {
+    multiply_vectors<T, kRows, kVectors>(x, stride, tile, depth, first, sums);
+  }
+}
+
+template <class T>
+using Multiply = void (*)(const T*, int64_t, const T*, int64_t, float*);
+
+template <class T, int... kRowsMinusOne>
+constexpr std::array<Multiply<T>, sizeof...(kRowsMinusOne)> multiply_table(
+    std::integer_sequence<int, kRowsMinusOne...>) {
+  return {multiply<T, kRowsMinusOne + 1>...};
+}
+
+// kMultiply<T>[n - 1] multiplies n rows
+template <class T>
+constexpr auto kMultiply = multiply_table<T>(std::make_integer_sequence<int, kMaxRows>{});
+
+// A vector of the result, from its column's place in a row of sums.
+inline Lanes finished(const LinearArguments& a, const float* sums, int64_t packed_column) {
+  const auto with_bias = [&](int offset) {
+    const Lanes sum = load(sums + offset);
+    return a.bias ? add(sum, load(a.bias + packed_column + offset)) : sum;
+  };
+  switch (a.finish) {
+    case Finish::gate:
+      return mul(activate(a.activation, with_bias(0)), with_bias(kGatedColumns));
+    case Finish::activate:
+      return activate(a.activation, with_bias(0));
+    case Finish::add:
+      return mul(fill(a.scale), with_bias(0));
+    case Finish::write:
+      break;
+  }
+  const Lanes value = mul(fill(a.scale), with_bias(0));
+  return a.softcap > 0 ? mul(fill(a.softcap), tanh(div(value, fill(a.softcap)))) : value;
+}
+
+template <class Out>
+inline void put(Out* to, Lanes value, int64_t num_columns) {
+  if (num_columns >= kLanes) {
+    store(to, value);
+  } else {
+    store_some(to, value, static_cast<int>(num_columns));
+  }
+}
+
+inline void put_added(float* to, Lanes value, int64_t num_columns) {
+  if (num_columns >= kLanes) {
+    store(to, add(load(to), value));
+  } else {
+    store_some(to, add(load_some(to, static_cast<int>(num_columns)), value), static_cast<int>(num_columns));
+  }
+}
+
+// Writes what sums [num_rows][32] of a tile make of `out`.
+void finish(const LinearArguments& a, const float* sums, int64_t first_row, int num_rows, int64_t tile) {
+  const int64_t width = a.finish == Finish::gate ? kGatedColumns : kTileColumns;
+  const int64_t first_column = tile * width;
+  const int64_t num_columns = std::min(width, a.out_features - first_column);
+  for (int row = 0; row < num_rows; row++) {
+    const int64_t start = (first_row + row) * a.out_stride + first_column;
+    for (int64_t column = 0; column < num_columns; column += kLanes) {
+      const float* from = sums + row * kTileColumns + column;
+      const Lanes value = finished(a, from, tile * kTileColumns + column);
+      if (a.finish == Finish::add) {
+        put_added(static_cast<float*>(a.out) + start + column, value, num_columns - column);
+      } else if (a.out_type == Type::f32) {
+        put(static_cast<float*>(a.out) + start + column, value, num_columns - column);
+      } else {
+        put(static_cast<bf16*>(a.out) + start + column, value, num_columns - column);
+      }
+    }
+  }
+}
+
+// How the rows and tiles of a product are cut into items.
+struct Cut {
+  int64_t rows_per_block;
+  int64_t num_blocks;
+  int64_t tiles_per_group;
+  int64_t num_groups;
+};
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+Cut cut(int64_t num_rows, int64_t num_tiles, int64_t row_bytes, int num_workers) {
+  // Half of the cache for a block of x, the rest for weights and results.
+  const int64_t most_rows = std::max<int64_t>(kMaxRows, kCacheBytes / 2 / std::max<int64_t>(row_bytes, 1));
+  int64_t num_blocks = ceil_div(num_rows, most_rows);
+  // Enough items that the threads end together; below two passes a block only reads its weights more often.
+  const int64_t wanted_items = num_workers > 1 ? 4 * num_workers : 1;
+  const int64_t most_blocks = std::max<int64_t>(num_blocks, num_rows / (2 * kMaxRows));
+  num_blocks = std::clamp(ceil_div(wanted_items, num_tiles), num_blocks, most_blocks);
+  const int64_t rows_per_block = ceil_div(ceil_div(num_rows, num_blocks), kMaxRows) * kMaxRows;
+  // An item's cost in bytes of weights read: each pass reads them again, from a cache.
+  const int64_t tile_cost = kTileColumns * row_bytes * ceil_div(std::min(rows_per_block, num_rows), kMaxRows);
+  const int64_t tiles_per_group = std::clamp<int64_t>(kItemBytes / std::max<int64_t>(tile_cost, 1), 1, num_tiles);
+  return {rows_per_block, ceil_div(num_rows, rows_per_block), tiles_per_group, ceil_div(num_tiles, tiles_per_group)};
+}
+
+template <class T>
+void run(const LinearArguments& a) {
+  const int64_t width = a.finish == Finish::gate ? kGatedColumns : kTileColumns;
+  const int64_t num_tiles = ceil_div(a.out_features, width);
+  const int64_t tile_elements = ceil_div(a.in_features, kDepthPerStep<T>) * kStepElements<T>;
+  const Cut c = cut(a.num_rows, num_tiles, a.in_features * sizeof(T), num_threads());
+  const T* x = static_cast<const T*>(a.x);
+  const T* weight = static_cast<const T*>(a.weight);
+
+  parallel_for(c.num_blocks * c.num_groups, [&](int64_t item) {
+    const int64_t first_row = item / c.num_groups * c.rows_per_block;
+    const int64_t end_row = std::min(first_row + c.rows_per_block, a.num_rows);
+    const int64_t first_tile = item % c.num_groups * c.tiles_per_group;
+    const int64_t end_tile = std::min(first_tile + c.tiles_per_group, num_tiles);
+    alignas(64) float sums[kMaxRows * kTileColumns];
+    for (int64_t tile = first_tile; tile < end_tile; tile++) {
+      for (int64_t row = first_row; row < end_row;) {
+        // Passes of even size: nine rows are 5 + 4, not 8 + 1.
+        const int64_t num_passes = ceil_div(end_row - row, kMaxRows);
+        const int num_rows = static_cast<int>(ceil_div(end_row - row, num_passes));
+        kMultiply<T>[num_rows - 1](x + row * a.x_stride, a.x_stride, weight + tile * tile_elements, a.in_features, sums);
+        finish(a, sums, row, num_rows, tile);
+        row += num_rows;
+      }
+    }
+  });
+}
+
+template <class T>
+float as_float(T value) {
+  if constexpr (sizeof(T) == 2) {
+    return widen(value);
+  } else {
+    return value;
+  }
+}
+
+// The element [token, k] of a table, where `place` is the token's first one and steps lie `step` elements apart.
+template <class T>
+void embed_rows(const EmbedArguments& a) {
+  const int64_t depth = a.packed ? kDepthPerStep<T> : a.width;
+  const int64_t step = a.packed ? kStepElements<T> : a.width;
+  const int64_t tile_elements = ceil_div(a.width, kDepthPerStep<T>) * kStepElements<T>;
+  constexpr int64_t kTokensPerItem = 4;
+
+  parallel_for(ceil_div(a.num_tokens, kTokensPerItem), [&](int64_t item) {
+    const int64_t end = std::min((item + 1) * kTokensPerItem, a.num_tokens);
+    for (int64_t t = item * kTokensPerItem; t < end; t++) {
+      const int64_t id = a.token_ids[t];
+      const int64_t place =
+          a.packed ? id / kTileColumns * tile_elements + id % kTileColumns * depth : id * a.width;
+      const T* from = static_cast<const T*>(a.table) + place;
+      float* to = a.hidden + t * a.width;
+      for (int64_t k = 0; k < a.width; k += depth, from += step) {
+        const int64_t here = std::min(depth, a.width - k);
+        for (int64_t i = 0; i < here; i++) to[k + i] = a.scale * as_float(from[i]);
+      }
+    }
+  });
+}
+
+}  // namespace
+
+void linear(const LinearArguments& arguments) {
+  arguments.type == Type::bf16 ? run<bf16>(arguments) : run<float>(arguments);
+}
+
+void embed(const EmbedArguments& arguments) {
+  arguments.type == Type::bf16 ? embed_rows<bf16>(arguments) : embed_rows<float>(arguments);
+}
+
+}  // namespace tandem::TANDEM_LEVEL
