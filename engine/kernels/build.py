@@ -43,21 +43,40 @@ _NAME = "tandem_kernels.so"
 _LEVEL_NUMBERS = {1: "avx2", 2: "avx512", 3: "avx512bf16"}
 
 
-class NoKernels(Exception):
+class NoKernels(RuntimeError):
     """The C++ kernels can't be used here; the message says why."""
 
 
-@cache
+_outcome: str | NoKernels | None = None
+"""what `library` said; a failure isn't tried again"""
+
+
 def library(progress: Progress | None = None) -> str:
     """Load the kernels, building them first if need be, and return the best level of this CPU.
 
     `torch.ops.tandem` holds the operations afterwards. Raises NoKernels.
     """
+    global _outcome
+    if _outcome is None:
+        try:
+            _outcome = _load(progress)
+        except NoKernels as error:
+            _outcome = error
+    if isinstance(_outcome, NoKernels):
+        raise _outcome
+    return _outcome
+
+
+def _load(progress: Progress | None) -> str:
     if platform.machine() not in ("x86_64", "AMD64"):
         raise NoKernels(f"the C++ kernels are for x86-64, this is {platform.machine()}")
     if os.environ.get("TANDEM_KERNELS") == "off":
         raise NoKernels("TANDEM_KERNELS=off")
-    torch.ops.load_library(str(built(progress)))
+    path = built(progress)
+    try:
+        torch.ops.load_library(str(path))
+    except OSError as error:
+        raise NoKernels(f"{path} can't be loaded: {error}") from error
     level = torch.ops.tandem.best_level()
     if level not in _LEVEL_NUMBERS:
         raise NoKernels("the CPU has no AVX2")
@@ -94,11 +113,17 @@ def _compiler() -> str:
 
 def _hash(compiler: str) -> str:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    digest = hashlib.sha256(repr((version, torch.__version__, _FLAGS, LEVELS)).encode())
+    return hashlib.sha256(repr((version, torch.__version__, _FLAGS, LEVELS, sources_hash())).encode()).hexdigest()[:16]
+
+
+@cache
+def sources_hash() -> str:
+    """One short hash of all sources, as they were when first asked for."""
+    digest = hashlib.sha256()
     for path in sorted(SOURCES.iterdir()):
         if path.suffix in (".cpp", ".h"):
             digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()[:16]
+    return digest.hexdigest()[:12]
 
 
 def _jobs() -> list[tuple[str, Path, tuple[str, ...]]]:

@@ -263,6 +263,7 @@ void embed_rows(const EmbedArguments& a) {
 }  // namespace
 
 void linear(const LinearArguments& arguments) {
+  if (arguments.num_rows == 0 || arguments.out_features == 0) return;
   arguments.type == Type::bf16 ? run<bf16>(arguments) : run<float>(arguments);
 }
 

@@ -1,0 +1,95 @@
+"""Packed weights for the C++ products, and what tracing must know of their operations.
+
+`torch.ops.tandem.<name>` exists once `build.library()` has returned; layouts are drawn in csrc/linear.h.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from engine.kernels.build import library
+from engine.kernels.ops import PackedLinear
+
+TILE_COLUMNS = 32
+GATED_COLUMNS = TILE_COLUMNS // 2
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def pack(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
+    """weight [N, K], float32 or bfloat16, any N and K; bias [N] of any float dtype."""
+    load_operations()
+    out_features, in_features = weight.shape
+    data = torch.ops.tandem.pack.default(weight.detach())
+    return PackedLinear(data, _padded(bias, TILE_COLUMNS), in_features, out_features)
+
+
+def pack_gated(
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    gate_bias: torch.Tensor | None = None,
+    up_bias: torch.Tensor | None = None,
+) -> PackedLinear:
+    """gate and up [N, K], columns of both in every tile."""
+    load_operations()
+    out_features, in_features = gate.shape
+    data = torch.ops.tandem.pack_gated.default(gate.detach(), up.detach())
+    bias = None
+    if gate_bias is not None or up_bias is not None:
+        halves = [
+            _padded(torch.zeros(out_features) if half is None else half, GATED_COLUMNS) for half in (gate_bias, up_bias)
+        ]
+        bias = torch.stack([half.view(-1, GATED_COLUMNS) for half in halves if half is not None], dim=1).flatten()
+    return PackedLinear(data, bias, in_features, out_features, gated=True)
+
+
+def unpack(packed: PackedLinear) -> torch.Tensor:
+    """The weight [N, K] that `pack` was given."""
+    pairs = packed.data if packed.data.dim() == 4 else packed.data[..., None]
+    rows = pairs.permute(0, 2, 1, 3).reshape(pairs.shape[0] * TILE_COLUMNS, -1)
+    return rows[: packed.out_features, : packed.in_features].contiguous()
+
+
+def _padded(bias: torch.Tensor | None, multiple: int) -> torch.Tensor | None:
+    if bias is None:
+        return None
+    return torch.nn.functional.pad(bias.detach().float(), (0, -len(bias) % multiple)).contiguous()
+
+
+@cache
+def load_operations() -> str:
+    """Load the library, tell torch how the operations behave on tensors without data, and return the best level.
+
+    Raises `build.NoKernels`.
+    """
+    level = library()
+    for name in _MUTATING:
+        torch.library.register_fake(f"tandem::{name}", _fake_writing)
+    torch.library.register_fake("tandem::pack", _fake_pack)
+    torch.library.register_fake("tandem::pack_gated", lambda gate, up: _fake_pack(gate, GATED_COLUMNS))
+    return level
+
+
+_MUTATING = (
+    "linear",
+    "linear_add",
+    "linear_gated",
+    "linear_activation",
+    "embed",
+    "rms_norm",
+    "rms_norm_add",
+    "layer_norm",
+)
+"""operations that only write into an argument: there is nothing to say of their results' shapes"""
+
+
+def _fake_writing(*args: object, **kwargs: object) -> None:
+    pass
+
+
+def _fake_pack(weight: torch.Tensor, columns: int = TILE_COLUMNS) -> torch.Tensor:
+    num_tiles = -(-weight.shape[0] // columns)
+    if weight.dtype == torch.float32:
+        return weight.new_empty((num_tiles, weight.shape[1], TILE_COLUMNS))
+    return weight.new_empty((num_tiles, -(-weight.shape[1] // 2), TILE_COLUMNS, 2))
