@@ -14,8 +14,10 @@ from typing import Any
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from engine.errors import IncompleteModel, ModelNotFound, UnsupportedModel
+from engine.families import FAMILIES
 from engine.gguf_conversion import converted_gguf
 from engine.hub import download_from_hub
 from engine.progress import Progress
@@ -154,8 +156,10 @@ def _refuse_kind(config: PreTrainedConfig, raw: dict[str, Any], model_type: str)
         raise UnsupportedModel(f"{architectures[0]} is no text generation model (…ForCausalLM)")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UnsupportedModel(f"transformers has no causal language model for model type {model_type!r}")
-    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     other_types = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES)
+    # Families of our own are known to do without state and with attention like ours; asking the class of another one
+    # imports transformers' modelling code, which takes a second and a hundred megabytes.
+    model_class: Any = None if model_type in FAMILIES else MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     if getattr(model_class, "_is_stateful", False) or "linear_attention" in other_types:
         kinds = f" ({', '.join(other_types)})" if other_types else ""
         raise UnsupportedModel(
@@ -165,7 +169,7 @@ def _refuse_kind(config: PreTrainedConfig, raw: dict[str, Any], model_type: str)
         raise UnsupportedModel(f"{model_type} has layers of type {', '.join(other_types)}; known are full and sliding")
     if config.get_text_config(decoder=True) is not config:
         raise UnsupportedModel(f"{model_type} is a multimodal model; only text decoders are served")
-    if not getattr(model_class, "_supports_attention_backend", False):
+    if model_class is not None and not getattr(model_class, "_supports_attention_backend", False):
         raise UnsupportedModel(f"{model_class.__name__} doesn't use transformers' attention interface")
     if getattr(config, "use_bidirectional_attention", None):
         raise UnsupportedModel(f"{model_type} attends in both directions; it can't generate")
@@ -178,11 +182,10 @@ def _refuse_kind(config: PreTrainedConfig, raw: dict[str, Any], model_type: str)
 def _facts(folder: Path, config: PreTrainedConfig, weights: WeightFiles) -> ModelFacts:
     num_heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
-    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     return ModelFacts(
         folder=folder,
         model_type=config.model_type,
-        architecture=model_class.__name__,
+        architecture=MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type],
         vocab_size=config.vocab_size,
         max_model_len=_max_positions(config),
         eos_token_ids=_eos_token_ids(folder, config),

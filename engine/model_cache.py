@@ -1,4 +1,4 @@
-"""The folder that converted models are kept in, filled atomically.
+"""The folder that converted models and packed weights are kept in, filled atomically.
 
 An entry is a folder that appears by one rename when it is whole; whatever is half done lives under a `.partial-` name
 and is swept up by the next writer. A lock file makes processes that want the same entry wait for the first.
@@ -25,13 +25,15 @@ def cache_folder() -> Path:
     return Path(configured).expanduser() if configured else Path.home() / ".cache" / "tandem"
 
 
-def cached_model(name: str, cache: Path | None, needed_bytes: int, fill: Callable[[Path], None]) -> Path:
-    """The entry `name`, made by `fill(empty folder)` if it isn't there.
+def cached_model(
+    name: str, cache: Path | None, needed_bytes: int, fill: Callable[[Path], None], shelf: str = "models"
+) -> Path:
+    """The entry `name` of a shelf, made by `fill(empty folder)` if it isn't there.
 
     Raises OutOfMemory before filling if the disk has less than `needed_bytes` free; what `fill` raises passes through
     and leaves nothing behind.
     """
-    models = (cache or cache_folder()) / "models"
+    models = (cache or cache_folder()) / shelf
     entry = models / name
     if entry.is_dir():
         return entry

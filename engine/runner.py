@@ -1,32 +1,41 @@
-"""The engine that runs a transformers model: `ModelRunner` implements `engine.batch.Engine`."""
+"""The engine that runs a real model: `ModelRunner` implements `engine.batch.Engine` over one of two routes.
+
+    decoder        families that `engine.families` knows, by our own operations   (engine/decoder_route.py)
+    transformers   every other decoder, by transformers' own code                 (engine/transformers_route.py)
+
+`auto` takes the decoder where it can. In float32 both give the same tokens; they are two numerics fingerprints.
+"""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
-import numpy as np
 import torch
-import transformers
 
-from engine.attention import PagedStep
-from engine.attention_plan import KEY_TILE, PRODUCTS_PER_GROUP, QUERY_BLOCK, AttentionPlan
 from engine.batch import Batch, EngineInfo
+from engine.decoder_route import DecoderModel, decoder_spec, refusal
+from engine.description import Undescribed
 from engine.errors import UnsupportedModel
+from engine.kernels.selection import KERNELS, select_ops
 from engine.kv_cache import (
-    KvCache,
+    LayerShape,
     MemoryRequest,
     bytes_per_block,
     memory_facts,
     plan_num_blocks,
     require_weights_fit,
 )
-from engine.linear import TILE_ROWS, padded_rows
 from engine.loading import ModelFacts, check_supported
-from engine.model import TiledModel, load_transformers_model
 from engine.progress import Progress
 
+logger = logging.getLogger(__name__)
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+ROUTES = ("auto", "decoder", "transformers")
+NUMERICS = ("exact", "fast")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +53,39 @@ class RunnerOptions:
     max_model_len: int | None = None
     """None: the model's own"""
     threads: int | None = None
-    """CPU threads of a product; None: torch's choice"""
+    """CPU threads of a product; None: one per core"""
+    route: str = "transformers"
+    """one of ROUTES"""
+    kernels: str = "auto"
+    """one of `engine.kernels.selection.KERNELS`; for the decoder route"""
+    numerics: str = "exact"
+    """exact: a row's bits are its own. fast: on a GPU products may take the order of sums that suits the batch; a
+    CPU's exact products are its fastest, so there it changes nothing"""
+
+
+class Model(Protocol):
+    """One model on one device; two implementations, one per route."""
+
+    device: torch.device
+    dtype: torch.dtype
+    vocab_size: int
+    layers: dict[int, LayerShape]
+    fingerprint: str
+    """what decides the bits besides dtype and weights"""
+
+    def allocate(self, num_blocks: int, block_size: int) -> None:
+        """Make the KV pool, once. Raises ValueError for a block size that can't be served."""
+        ...
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """See `Engine.forward`."""
+        ...
 
 
 class ModelRunner:
     """One model on one device with its KV cache. Not thread-safe."""
 
-    def __init__(self, model: TiledModel, facts: ModelFacts, options: RunnerOptions) -> None:
-        if KEY_TILE % options.block_size:
-            raise ValueError(f"block_size {options.block_size} must divide {KEY_TILE}")
+    def __init__(self, model: Model, facts: ModelFacts, options: RunnerOptions) -> None:
         max_model_len = resolve_max_model_len(facts, options.max_model_len)
         memory = memory_facts(
             model.device,
@@ -62,12 +95,11 @@ class ModelRunner:
             max_sequences=options.max_sequences,
         )
         num_blocks = plan_num_blocks(MemoryRequest(options.num_blocks, options.kv_cache_gib), memory)
+        model.allocate(num_blocks, options.block_size)
         self._model = model
-        self._max_kv_heads = max(shape.kv_heads for shape in model.layers.values())
-        self._cache = KvCache(model.layers, num_blocks, options.block_size, model.dtype, model.device)
         self.facts = facts
         self._info = EngineInfo(
-            fingerprint=fingerprint(model, facts, max_model_len),
+            fingerprint=fingerprint(model, facts, max_model_len, options.numerics),
             vocab_size=model.vocab_size,
             max_model_len=max_model_len,
             num_blocks=num_blocks,
@@ -76,38 +108,27 @@ class ModelRunner:
         )
 
     @classmethod
-    def load(
-        cls,
-        folder: str | Path,
-        *,
-        dtype: str = "bfloat16",
-        device: str = "auto",
-        kv_cache_gib: float | None = None,
-        num_blocks: int | None = None,
-        block_size: int = 16,
-        max_sequences: int = 256,
-        max_model_len: int | None = None,
-        threads: int | None = None,
-        progress: Progress | None = None,
-    ) -> ModelRunner:
-        """Check, load and lay out the model in `folder`. Raises a `ModelError` that says what is wrong with it."""
-        options = RunnerOptions(
-            dtype, device, kv_cache_gib, num_blocks, block_size, max_sequences, max_model_len, threads
-        )
-        if threads:
-            torch.set_num_threads(threads)
+    def load(cls, folder: str | Path, *, progress: Progress | None = None, **options: Any) -> ModelRunner:
+        """Check, load and lay out the model in `folder`; `options` are fields of RunnerOptions.
+
+        Raises a `ModelError` that says what is wrong with the model, ValueError for an option that can't be.
+        """
+        wanted = RunnerOptions(**options)
+        _check_choices(wanted)
+        if wanted.threads:
+            torch.set_num_threads(wanted.threads)
         facts = check_supported(Path(folder))
-        torch_dtype, torch_device = resolve_dtype(dtype), resolve_device(device)
+        dtype, device = resolve_dtype(wanted.dtype), resolve_device(wanted.device)
         # What the pool needs is known exactly only once the model is there; this is refused before reading gigabytes.
         require_weights_fit(
-            facts.num_parameters * torch_dtype.itemsize,
-            facts.kv_bytes_per_token(torch_dtype.itemsize) * resolve_max_model_len(facts, max_model_len),
-            torch_device,
+            facts.num_parameters * dtype.itemsize,
+            facts.kv_bytes_per_token(dtype.itemsize) * resolve_max_model_len(facts, wanted.max_model_len),
+            device,
         )
-        model = load_transformers_model(facts.folder, torch_dtype, torch_device, progress)
+        model = _load_model(facts, wanted, dtype, device, progress)
         if progress:
             progress("laying out the KV cache", None)
-        return cls(TiledModel(model, resolve_max_model_len(facts, max_model_len)), facts, options)
+        return cls(model, facts, wanted)
 
     @property
     def info(self) -> EngineInfo:
@@ -115,22 +136,38 @@ class ModelRunner:
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """See `Engine.forward`."""
-        device = self._model.device
-        num_padded = padded_rows(len(batch.token_ids))
-        plan = AttentionPlan(batch, num_padded, self._info.block_size, self._max_kv_heads, device)
-        return self._model.forward(
-            torch.from_numpy(_padded(batch.token_ids, num_padded)).to(device),
-            torch.from_numpy(_padded(batch.positions, num_padded)).to(device),
-            torch.from_numpy(np.ascontiguousarray(batch.logit_indices, dtype=np.int64)).to(device),
-            int(batch.positions.max()),
-            PagedStep(plan, self._cache),
-        )
+        return self._model.forward(batch)
 
 
-def _padded(values: np.ndarray, length: int) -> np.ndarray:
-    out = np.zeros(length, dtype=np.int64)
-    out[: len(values)] = values
-    return out
+def _load_model(
+    facts: ModelFacts, wanted: RunnerOptions, dtype: torch.dtype, device: torch.device, progress: Progress | None
+) -> Model:
+    max_model_len = resolve_max_model_len(facts, wanted.max_model_len)
+    why = "the transformers route was asked for"
+    if wanted.route != "transformers":
+        spec = decoder_spec(facts, max_model_len)
+        if isinstance(spec, Undescribed):
+            why = spec.reason
+        else:
+            ops = select_ops(device, wanted.kernels, fast_numerics=wanted.numerics == "fast")
+            reason = refusal(facts, spec, ops, dtype, wanted.block_size)
+            if reason is None:
+                return DecoderModel(facts, spec, ops, dtype, device, max_model_len, progress=progress)
+            why = reason
+        if wanted.route == "decoder":
+            raise UnsupportedModel(f"the decoder route can't run {facts.folder}: {why}")
+    logger.info("transformers' own code runs %s: %s", facts.model_type, why)
+    # Its modelling code takes a second and a hundred megabytes to import; the decoder does without.
+    from engine.transformers_route import TransformersModel
+
+    return TransformersModel(facts, dtype, device, max_model_len, progress)
+
+
+def _check_choices(options: RunnerOptions) -> None:
+    for name, choices in (("route", ROUTES), ("kernels", KERNELS), ("numerics", NUMERICS)):
+        value = getattr(options, name)
+        if value not in choices:
+            raise ValueError(f"{name} {value!r} is not one of {', '.join(choices)}")
 
 
 def resolve_dtype(name: str) -> torch.dtype:
@@ -161,21 +198,15 @@ def resolve_max_model_len(facts: ModelFacts, asked: int | None) -> int:
     return asked
 
 
-def fingerprint(model: TiledModel, facts: ModelFacts, max_model_len: int) -> str:
+def fingerprint(model: Model, facts: ModelFacts, max_model_len: int, numerics: str) -> str:
     """Everything that can change a bit of the logits."""
-    if model.device.type == "cuda":
-        place = f"{torch.cuda.get_device_name(model.device)}/cuda{torch.version.cuda}"
-    else:
-        # Products may be split over threads differently for another number of them.
-        place = f"cpu-{torch.backends.cpu.get_cpu_capability()}/threads{torch.get_num_threads()}"
     parts = [
-        f"route=tiled{TILE_ROWS}x{QUERY_BLOCK}x{KEY_TILE}x{PRODUCTS_PER_GROUP}",
+        model.fingerprint,
         f"dtype={str(model.dtype).removeprefix('torch.')}",
-        f"device={place}",
-        f"torch={torch.__version__}",
-        f"transformers={transformers.__version__}",
         f"model={facts.content_id}",
     ]
+    if numerics != "exact" and model.device.type != "cpu":
+        parts.append(f"numerics={numerics}")
     if facts.rope_depends_on_length:
         parts.append(f"max_model_len={max_model_len}")
     return " ".join(parts)

@@ -21,6 +21,21 @@ class WorkerConfig:
     engine: str = _setting("transformers", "real weights, or none", choices=("transformers", "fake"))
     dtype: str = _setting("bfloat16", "number format of weights and KV", choices=("bfloat16", "float32"))
     device: str = _setting("auto", "where the model runs", choices=("auto", "cpu", "cuda"))
+    route: str = _setting(
+        "transformers",
+        "who runs the model: our own decoder, transformers' code, or the decoder where it knows the family",
+        choices=("auto", "decoder", "transformers"),
+    )
+    kernels: str = _setting(
+        "auto",
+        "CPU instructions of the decoder's operations; auto: the best there are; torch: without C++",
+        choices=("auto", "avx512bf16", "avx512", "avx2", "torch"),
+    )
+    numerics: str = _setting(
+        "exact",
+        "exact: equal bits in every batch; fast: on a GPU, library products whose bits depend on the batch",
+        choices=("exact", "fast"),
+    )
     kv_cache_gib: float = _setting(0.0, "KV memory; 0: sized from what is free", min=0.0)
     num_blocks: int = _setting(0, "KV blocks, instead of kv_cache_gib; 0: not set", min=0)
     block_size: int = _setting(16, "tokens per KV block", min=1)

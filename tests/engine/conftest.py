@@ -105,6 +105,66 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
+    "linear-rope": {
+        "model_type": "llama",
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0},
+    },
+    "dynamic-rope": {
+        "model_type": "llama",
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+    },
+    "yarn-rope": {
+        "model_type": "qwen2",
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+        },
+    },
+    "phi3-longrope-partial-rotary": {
+        "model_type": "phi3",
+        "original_max_position_embeddings": 32,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+            "short_factor": [1.0, 1.1, 1.2, 1.3],
+            "long_factor": [1.0, 1.5, 2.0, 4.0],
+        },
+    },
+    "ministral-mixed-windows": {
+        "model_type": "ministral",
+        "head_dim": 16,
+        "sliding_window": _WINDOW,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    },
+    "gemma-scaled-embedding": {"model_type": "gemma", "head_dim": 32, "tie_word_embeddings": True},
+    "olmo3-post-norm-sliding": {
+        "model_type": "olmo3",
+        "sliding_window": _WINDOW,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "exaone4-post-norm-sliding-nope": {
+        "model_type": "exaone4",
+        "head_dim": 16,
+        "sliding_window": _WINDOW,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "smollm3-nope": {"model_type": "smollm3", "no_rope_layers": [1, 0, 1], "tie_word_embeddings": True},
+    "starcoder2-layer-norm-plain": {"model_type": "starcoder2", "sliding_window": _WINDOW, "use_bias": True},
+    "cohere2-sliding-nope": {
+        "model_type": "cohere2",
+        "logit_scale": 0.25,
+        "sliding_window": _WINDOW,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "tie_word_embeddings": True,
+    },
+    "glm-partial-interleaved": {"model_type": "glm", "head_dim": 16},
+    "glm4-norms-around": {"model_type": "glm4", "head_dim": 16},
+    "ernie4_5-interleaved-biases": {"model_type": "ernie4_5", "head_dim": 16, "use_bias": True},
+    "helium-interleaved": {"model_type": "helium", "head_dim": 16},
+    "seed_oss-biases": {"model_type": "seed_oss", "head_dim": 16, "attention_out_bias": True},
     "qwen3-moe": {
         "model_type": "qwen3_moe",
         "num_experts": 4,
@@ -212,7 +272,8 @@ class Sequences:
         )
 
     def run(self, *rows: tuple[str, int, list[int]], logits: str = "all") -> torch.Tensor:
-        return self.runner.forward(self.batch(*rows, logits=logits))
+        # Logits are valid until the next step; tests compare those of several.
+        return self.runner.forward(self.batch(*rows, logits=logits)).clone()
 
 
 @pytest.fixture(scope="session")
@@ -222,11 +283,16 @@ def sequences() -> type[Sequences]:
 
 @pytest.fixture(scope="session")
 def load_runner() -> Callable[..., ModelRunner]:
-    """Load a folder with a small pool."""
+    """Load a folder with a small pool, on the transformers route unless told otherwise."""
+    defaults = {
+        "dtype": "float32",
+        "device": "cpu",
+        "num_blocks": NUM_BLOCKS,
+        "threads": 1,
+        "route": "transformers",
+    }
 
     def load(folder: Path, **options: Any) -> ModelRunner:
-        return ModelRunner.load(
-            folder, **{"dtype": "float32", "device": "cpu", "num_blocks": NUM_BLOCKS, "threads": 1, **options}
-        )
+        return ModelRunner.load(folder, **{**defaults, **options})
 
     return load

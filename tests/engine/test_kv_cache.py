@@ -110,7 +110,7 @@ def test_weights_that_do_not_fit():
 
 def test_a_model_too_big_is_refused_before_its_weights_are_read(tiny_model, load_runner, monkeypatch):
     monkeypatch.setattr("engine.kv_cache.free_bytes", lambda device: 100_000)
-    monkeypatch.setattr("engine.runner.load_transformers_model", lambda *args: pytest.fail("read"))
+    monkeypatch.setattr("engine.runner._load_model", lambda *args: pytest.fail("read"))
     with pytest.raises(OutOfMemory, match="the weights need"):
         load_runner(tiny_model("llama-grouped-biases"))
 

@@ -143,7 +143,7 @@ def test_a_poisoned_neighbour_and_a_stale_block_change_nothing(tiny_model, load_
         for fault, slots in ((torch.nan, range(10, 40)), (torch.inf, range(40, 64))):
             places = torch.tensor([(slot // 16 * 2 + head) * 16 + slot % 16 for slot in slots for head in range(2)])
             rows = torch.full((len(slots), 2, 16), fault)
-            runner._cache.write(layer, places, rows, rows)
+            runner._model._cache.write(layer, places, rows, rows)
     state = sequences(runner)
     assert torch.equal(state.run(("a", 0, prompt)), clean)
 
