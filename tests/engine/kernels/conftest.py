@@ -1,0 +1,108 @@
+"""Every implementation of `engine.kernels.ops.Ops` that can run here.
+
+A test that takes `implementation` runs for plain torch and for the CPU's best level in full; for each other level it
+runs without the cases marked `full_only`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Generator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.kernels import build
+from engine.kernels.ops import Ops
+from engine.kernels.torch_ops import TorchOps
+
+CPU_FLAGS = {
+    "avx2": {"avx2", "fma"},
+    "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq"},
+    "avx512bf16": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16"},
+}
+"""What a level needs, in the words of /proc/cpuinfo"""
+
+
+@functools.cache
+def supported_levels() -> tuple[str, ...]:
+    """The CPU's levels, the best last; asked of the system, not of the kernels."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ()
+    flags = next((set(line.split(":")[1].split()) for line in lines if line.startswith("flags")), set())
+    return tuple(level for level, needed in CPU_FLAGS.items() if needed <= flags)
+
+
+@dataclass(frozen=True, slots=True)
+class Implementation:
+    """One implementation under test."""
+
+    name: str
+    ops: Ops
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "full_only: a kernel's case that only the best level and plain torch run")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "implementation" not in metafunc.fixturenames:
+        return
+    names = ["torch"]
+    for level in CPU_FLAGS:
+        lacking = pytest.mark.skip(reason=f"the CPU has no {level}")
+        names.append(level if level in supported_levels() else pytest.param(level, marks=lacking))  # type: ignore[arg-type]
+    metafunc.parametrize("implementation", names, indirect=True, scope="session")
+
+
+def _implementation_of(item: pytest.Item) -> str | None:
+    callspec = getattr(item, "callspec", None)
+    return callspec.params.get("implementation") if callspec else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    best = supported_levels()[-1:]
+    kept: list[pytest.Item] = []
+    dropped: list[pytest.Item] = []
+    for item in items:
+        name = _implementation_of(item)
+        full = name is None or name == "torch" or name in best
+        (kept if full or not item.get_closest_marker("full_only") else dropped).append(item)
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = kept
+
+
+@pytest.fixture(scope="session")
+def implementation(request: pytest.FixtureRequest) -> Implementation:
+    name: str = request.param
+    if name == "torch":
+        return Implementation(name, TorchOps(torch.device("cpu")))
+    try:
+        from engine.kernels.cpp_ops import CppOps
+
+        return Implementation(name, CppOps(name))
+    except (ImportError, build.NoKernels) as error:
+        pytest.skip(str(error))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Compile the kernels before the first test's time runs."""
+    wanted = {_implementation_of(item) for item in session.items}
+    if wanted & CPU_FLAGS.keys():
+        with contextlib.suppress(build.NoKernels):
+            build.library()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
+    """An operation that an implementation doesn't have yet."""
+    try:
+        return (yield)
+    except NotImplementedError:
+        pytest.skip("not implemented yet")
