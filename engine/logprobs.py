@@ -14,8 +14,10 @@ from dataclasses import dataclass
 import torch
 
 from engine import portable
+from engine.kernels import cpp_choose
 
 FLOOR = -9999.0
+_NOT_FINITE = "the model's logits are not finite"
 _CHUNK_ELEMENTS = 1 << 18
 
 
@@ -48,6 +50,11 @@ def position_logprobs(logits: torch.Tensor, token_ids: Sequence[int], top: Seque
         raise ValueError(f"{num_rows} rows of logits, {len(token_ids)} token ids, {len(top)} counts")
     if any(not 0 <= token_id < vocab_size for token_id in token_ids):
         raise ValueError(f"a token id lies outside the vocabulary of {vocab_size}")
+    if not num_rows:
+        return []
+    kernels = cpp_choose.kernels_for(logits)
+    if kernels is not None:
+        return _with_kernels(kernels, logits, token_ids, top)
     step = max(1, _CHUNK_ELEMENTS // vocab_size)
     entries: list[PositionLogprobs] = []
     for start in range(0, num_rows, step):
@@ -61,10 +68,36 @@ def prompt_logprobs(logits: torch.Tensor, token_ids: Sequence[int], top: int) ->
     return position_logprobs(logits, token_ids, [top] * len(token_ids))
 
 
+def _entries(
+    token_ids: Sequence[int],
+    top: Sequence[int],
+    ranks: list[int],
+    numbers: list[list[float]],
+    top_ids: list[list[int]],
+) -> list[PositionLogprobs]:
+    """Of the numbers of each row, the first is that of its own token."""
+    places = range(1, len(top_ids[0]) + 1)
+    entries = []
+    for token_id, rank, count, (own, *others), ids in zip(token_ids, ranks, top, numbers, top_ids, strict=True):
+        best = [TokenLogprob(*entry) for entry in zip(ids, others, places, strict=True)][:count]
+        entries.append(PositionLogprobs(TokenLogprob(int(token_id), own, rank), tuple(best)))
+    return entries
+
+
+def _with_kernels(
+    kernels: cpp_choose.CppChoose, logits: torch.Tensor, token_ids: Sequence[int], top: Sequence[int]
+) -> list[PositionLogprobs]:
+    own = torch.tensor(token_ids, dtype=torch.int64)
+    numbers, ranks, top_ids = kernels.logprobs(logits, own, min(max(top), logits.shape[1]))
+    if not bool(ranks.all()):
+        raise ValueError(_NOT_FINITE)
+    return _entries(token_ids, top, ranks.tolist(), numbers.tolist(), top_ids.tolist())
+
+
 def _chunk(logits: torch.Tensor, token_ids: Sequence[int], top: Sequence[int]) -> list[PositionLogprobs]:
     peak = logits.amax(-1, keepdim=True)
     if not bool(torch.isfinite(peak).all()):
-        raise ValueError("the model's logits are not finite")
+        raise ValueError(_NOT_FINITE)
     below = logits - peak
     log_sum = portable.log_of_sum(portable.weights_of(portable.exp(below)).sum(-1, keepdim=True))
     chosen = torch.tensor(token_ids, dtype=torch.int64, device=logits.device)[:, None]
@@ -74,13 +107,7 @@ def _chunk(logits: torch.Tensor, token_ids: Sequence[int], top: Sequence[int]) -
     num_top = min(max(top), logits.shape[-1])
     top_ids = likeliest(logits, num_top)
     numbers = (below.gather(-1, torch.cat([chosen, top_ids], -1)) - log_sum).clamp_(min=FLOOR).tolist()
-    entries = []
-    for token_id, rank, count, (own, *others), ids in zip(
-        token_ids, ranks, top, numbers, top_ids.tolist(), strict=True
-    ):
-        best = [TokenLogprob(*entry) for entry in zip(ids, others, range(1, num_top + 1), strict=True)][:count]
-        entries.append(PositionLogprobs(TokenLogprob(int(token_id), own, rank), tuple(best)))
-    return entries
+    return _entries(token_ids, top, ranks, numbers, top_ids.tolist())
 
 
 def likeliest(logits: torch.Tensor, count: int) -> torch.Tensor:

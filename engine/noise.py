@@ -20,9 +20,9 @@ within [GUMBEL_MIN, GUMBEL_MAX]. Small u, where g is large and decides, keeps it
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from engine import portable
@@ -37,7 +37,6 @@ GUMBEL_MAX = 22.8740
 _MASK64 = (1 << 64) - 1
 _MASK32 = (1 << 32) - 1
 _BELOW_ONE = 1.0 - 2.0**-24
-_FLOOR_SLACK = 0.05  # what rounding u near 1 may take from E is 0.03 of it
 
 
 def choice_seed(seed: int, choice: int) -> int:
@@ -52,6 +51,13 @@ def row_key(seed: int, output_index: int) -> tuple[int, int]:
     """(k0, k1): what the noise of one position takes from the choice's seed and the output index."""
     key = _mix64(_mix64(seed & _MASK64) + (output_index + 1) * GOLDEN)
     return key & _MASK32, key >> 32
+
+
+def row_keys(seeds: Sequence[int], output_indices: Sequence[int]) -> np.ndarray:
+    """`row_key` of several at once, int64 [N, 2]."""
+    key = np.array([seed & _MASK64 for seed in seeds], np.uint64)
+    key = _mix64s(_mix64s(key) + (np.array(output_indices, np.uint64) + np.uint64(1)) * np.uint64(GOLDEN))
+    return np.stack([key & np.uint64(_MASK32), key >> np.uint64(32)], -1).astype(np.int64)
 
 
 def uniform_bits(k0: torch.Tensor, k1: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
@@ -82,12 +88,6 @@ def gumbel(
     return gumbel_from_bits(uniform_bits(k0, k1, token_ids.to(torch.int64)))
 
 
-def gumbel_floor(key: tuple[int, int], token_id: int) -> float:
-    """Below this id's noise by less than 0.1; made with the host's own logarithm, so never for a decision."""
-    bits = _mix32(_mix32(token_id ^ key[0]) + key[1])
-    return -math.log(-math.log1p(-min((bits + 0.5) * 2.0**-32, _BELOW_ONE))) - _FLOOR_SLACK
-
-
 def _mix64(x: int) -> int:
     x &= _MASK64
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
@@ -95,11 +95,12 @@ def _mix64(x: int) -> int:
     return x ^ (x >> 31)
 
 
-def _mix32(x: int) -> int:
-    x &= _MASK32
-    x = ((x ^ (x >> 16)) * 0x21F0AAAD) & _MASK32
-    x = ((x ^ (x >> 15)) * 0x735A2D97) & _MASK32
-    return x ^ (x >> 15)
+def _mix64s(x: np.ndarray) -> np.ndarray:
+    """The same of uint64, elementwise."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: np.ndarray = x ^ (x >> np.uint64(31))
+    return mixed
 
 
 def _mix32_(x: torch.Tensor, scratch: torch.Tensor) -> None:

@@ -2,15 +2,15 @@
 
 Order: repetition penalty (prompt and output), presence and frequency penalty (output only), logit bias, bans (bad
 words, and stop tokens before min_tokens); the sampler divides by the temperature; top-k, top-p, min-p. Everything
-depends on one row alone. Each arithmetic step is one float32 operation on tensors: a GPU divides by a Python number
-through its reciprocal, which rounds differently.
+depends on one row alone. Penalties are numpy's on the host, one float32 operation after the other: a GPU would divide
+by a number through its reciprocal, which rounds differently.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,14 +18,14 @@ import torch
 from engine import portable
 from engine.logprobs import likeliest
 from engine.sampling_params import SamplingParams
+from engine.token_counts import TokenCounts, count_tokens
 
 BANNED = -math.inf
 _WINDOWS = (128, 1024, 8192)  # how many of the likeliest to look at before all
 _UNREACHED = 1 << 62
 
 
-@dataclass(frozen=True, slots=True)
-class SampleRow:
+class SampleRow(NamedTuple):
     """One token to choose: the one that follows known_token_ids + draft_prefix."""
 
     params: SamplingParams
@@ -36,8 +36,10 @@ class SampleRow:
     known_token_ids: Sequence[int]
     """prompt and output so far"""
     num_prompt_tokens: int
-    draft_prefix: Sequence[int] = field(default=())
+    draft_prefix: Sequence[int] = ()
     """draft tokens taken as output before this position"""
+    counts: TokenCounts | None = None
+    """of known_token_ids, where a sequence keeps them; without, penalties count anew"""
 
 
 def change_logits_(logits: torch.Tensor, row: SampleRow) -> None:
@@ -46,7 +48,7 @@ def change_logits_(logits: torch.Tensor, row: SampleRow) -> None:
     Raises ValueError for an id outside the vocabulary.
     """
     params = row.params
-    if params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty:
+    if params.penalises:
         _penalise_(logits, row)
     if params.logit_bias:
         ids = _ids(list(params.logit_bias), logits, "logit_bias")
@@ -147,21 +149,19 @@ def _total_weights(scores: torch.Tensor, rows: list[int]) -> list[int]:
 
 
 def _penalise_(logits: torch.Tensor, row: SampleRow) -> None:
-    params, device = row.params, logits.device
-    known = np.asarray(row.known_token_ids, dtype=np.int64)
-    draft = np.asarray(row.draft_prefix, dtype=np.int64)
-    output = np.concatenate([known[row.num_prompt_tokens :], draft])
-    if params.repetition_penalty != 1:
-        seen = _ids(np.unique(np.concatenate([known, draft])), logits, "context")
-        values = logits[seen]
-        penalty = torch.full_like(values, params.repetition_penalty)
-        logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
-    if len(output) and (params.presence_penalty or params.frequency_penalty):
-        distinct, counts = np.unique(output, return_counts=True)
-        ids = _ids(distinct, logits, "context")
-        times = torch.from_numpy(counts.astype(np.float32)).to(device)
-        values = logits[ids] - times * torch.full_like(times, params.frequency_penalty)
-        logits[ids] = values - torch.full_like(times, params.presence_penalty)
+    params = row.params
+    counts = row.counts or count_tokens(row.known_token_ids, row.num_prompt_tokens)
+    distinct, times = counts.with_draft(row.draft_prefix)
+    ids = _ids(distinct, logits, "context")
+    values = logits[ids].cpu().numpy()
+    with np.errstate(over="ignore"):
+        if params.repetition_penalty != 1:
+            penalty = np.float32(params.repetition_penalty)
+            values = np.where(values > 0, values / penalty, values * penalty)
+        if params.presence_penalty or params.frequency_penalty:
+            values = values - times * np.float32(params.frequency_penalty)
+            values = values - np.where(times > 0, np.float32(params.presence_penalty), np.float32(0))
+    logits[ids] = torch.from_numpy(values).to(logits.device)
 
 
 def _last(row: SampleRow, count: int) -> list[int]:

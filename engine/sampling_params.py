@@ -42,6 +42,13 @@ class SamplingParams:
     """alternatives per output token; None: no log-probabilities"""
     prompt_logprobs: int | None = None
     """alternatives per prompt token; None: none"""
+    greedy: bool = field(init=False, repr=False, compare=False)
+    truncates: bool = field(init=False, repr=False, compare=False)
+    """whether top_k, top_p or min_p may leave tokens out"""
+    penalises: bool = field(init=False, repr=False, compare=False)
+    """whether what stands in the context changes logits"""
+    changes_logits: bool = field(init=False, repr=False, compare=False)
+    """whether anything before the temperature may apply"""
 
     def __post_init__(self) -> None:
         _check(self.temperature >= 0, "temperature", "finite and not negative", self.temperature)
@@ -65,27 +72,13 @@ class SamplingParams:
             "0 or more",
             self.prompt_logprobs,
         )
-
-    @property
-    def greedy(self) -> bool:
-        return self.temperature < GREEDY_BELOW
-
-    @property
-    def truncates(self) -> bool:
-        """Whether top_k, top_p or min_p may leave tokens out."""
-        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
-
-    @property
-    def changes_logits(self) -> bool:
-        """Whether anything before the temperature may apply."""
-        return bool(
-            self.repetition_penalty != 1
-            or self.presence_penalty
-            or self.frequency_penalty
-            or self.logit_bias
-            or self.bad_words
-            or (self.min_tokens and self.stop_token_ids)
-        )
+        # Asked for in every step, so found out once.
+        object.__setattr__(self, "greedy", self.temperature < GREEDY_BELOW)
+        object.__setattr__(self, "truncates", self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+        penalises = self.repetition_penalty != 1 or bool(self.presence_penalty or self.frequency_penalty)
+        object.__setattr__(self, "penalises", penalises)
+        bans = bool(self.bad_words or (self.min_tokens and self.stop_token_ids))
+        object.__setattr__(self, "changes_logits", penalises or bans or bool(self.logit_bias))
 
 
 def _check(valid: bool, name: str, rule: str, value: object) -> None:

@@ -7,20 +7,25 @@ engine.logprobs without kernels.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 
-from engine.kernels.build import NoKernels, level_number, library
+from engine.kernels.build import level_number, library
+
+_loaded: CppChoose | None = None
 
 
-@cache
-def kernels() -> CppChoose | None:
-    """Those of this machine, or None where there are none; decided once, since building may take a minute."""
-    try:
-        return CppChoose(library())
-    except NoKernels:
+def kernels_for(logits: torch.Tensor) -> CppChoose | None:
+    """The kernels, if the logits are on the CPU and whoever loaded the model has loaded them.
+
+    Nothing is built here: a step can't wait for a compiler, and without kernels the bits are the same.
+    """
+    global _loaded
+    if logits.device.type != "cpu":
         return None
+    if _loaded is None and hasattr(torch.ops.tandem, "choose"):
+        _loaded = CppChoose(library())
+    return _loaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +45,19 @@ class CppChoose:
 
     def __init__(self, level: str) -> None:
         self._level = level_number(level)
+        operations = torch.ops.tandem
+        self._choose = operations.choose.default
+        self._choose_truncated = operations.choose_truncated.default
+        self._logprobs = operations.logprobs.default
+        self._gumbels = operations.gumbels.default
 
     def choose(
         self, logits: torch.Tensor, temperatures: torch.Tensor, keys: torch.Tensor, cuts: Cuts | None = None
     ) -> torch.Tensor:
         """int64 [L]: see `ops.Ops.choose`; among those tokens that the cuts leave, as `kept_token_ids` says."""
-        operations = torch.ops.tandem
         if cuts is None:
-            chosen: torch.Tensor = operations.choose(self._level, logits, temperatures, keys)
-        else:
-            chosen = operations.choose_truncated(
-                self._level, logits, temperatures, keys, cuts.top_k, cuts.top_p, cuts.min_p
-            )
-        return chosen
+            return self._choose(self._level, logits, temperatures, keys)
+        return self._choose_truncated(self._level, logits, temperatures, keys, cuts.top_k, cuts.top_p, cuts.min_p)
 
     def logprobs(
         self, logits: torch.Tensor, token_ids: torch.Tensor, num_top: int
@@ -60,10 +65,9 @@ class CppChoose:
         """Numbers float32 [L, 1 + num_top] of the token_ids int64 [L] and then of the likeliest ids, best first; ranks
         int64 [L] of the former, 0 where the highest logit isn't finite or a logit is NaN; the likeliest ids
         int64 [L, num_top]."""
-        numbers, ranks, top_ids = torch.ops.tandem.logprobs(self._level, logits, token_ids, num_top)
+        numbers, ranks, top_ids = self._logprobs(self._level, logits, token_ids, num_top)
         return numbers, ranks, top_ids
 
     def gumbels(self, bits: torch.Tensor) -> torch.Tensor:
         """`noise.gumbel_from_bits`, float32 of int64."""
-        noise: torch.Tensor = torch.ops.tandem.gumbels(self._level, bits)
-        return noise
+        return self._gumbels(self._level, bits)

@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given, settings
@@ -232,19 +233,25 @@ def test_pruned_noise_finds_the_winner_of_full_noise() -> None:
 
 
 def test_the_likeliest_may_lose_to_extreme_noise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A token 20 below the maximum wins if its hash is 0, the largest noise there is."""
+    """A token 20 below the maximum wins if its hash is 0, the largest noise there is: 22.87."""
     logits = torch.full((1, 64), -30.0)
     logits[0, 0] = 0.0
     logits[0, 40] = -20.0
-    bits = noise.uniform_bits
 
-    def extreme(k0: torch.Tensor, k1: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-        plain = bits(k0, k1, token_ids)
-        return torch.where(token_ids == 40, 0, torch.where(token_ids == 0, 2**31, plain.clamp(min=2**20)))
+    def bits(k0: int, k1: int, token_id: int) -> torch.Tensor:
+        return noise.uniform_bits(torch.tensor(k0), torch.tensor(k1), torch.tensor(token_id))
 
-    monkeypatch.setattr(noise, "uniform_bits", extreme)
-    monkeypatch.setattr(noise, "_mix32", lambda _: 2**31)
-    assert sample(logits, [row(SamplingParams())]).token_ids == [40]
+    winners = Counter()
+    for k0 in range(200):
+        # mix32(0) is 0: so is the hash where k1 takes away what the first mix32 gives, which is bits(0, x, 0) of x.
+        k1 = -int(bits(0, 40 ^ k0, 0)) % 2**32
+        assert int(bits(k0, k1, 40)) == 0
+        monkeypatch.setattr(noise, "row_keys", lambda *_, key=(k0, k1): np.array([key], np.int64))
+        (token_id,) = sample(logits, [row(SamplingParams())]).token_ids
+        assert token_id == (40 if noise.gumbel_from_bits(bits(k0, k1, 0)) < 2.87 else 0)
+        winners[token_id] += 1
+    assert winners[40] > 150
+    assert winners[0] > 2
 
 
 def test_greedy_ties_go_to_the_lowest_id_at_every_size() -> None:
