@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import dataclasses
 import json
@@ -60,7 +59,10 @@ def add_parser(commands: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The command; returns the exit status."""
-    return asyncio.run(_bench(args))
+    from cluster import event_loop
+
+    event_loop.choose_poller()
+    return event_loop.run(_bench(args))
 
 
 async def _bench(args: argparse.Namespace) -> int:

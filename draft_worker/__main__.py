@@ -10,7 +10,7 @@ import uuid
 
 from tandem.v1 import draft_pb2_grpc
 
-from cluster import logs
+from cluster import event_loop, logs
 from cluster.config import load
 from cluster.server import CannotBind, add_health, bind, create_server, join_address, run_until_signal
 from cluster.telemetry import Telemetry
@@ -90,7 +90,7 @@ def main() -> int:
     config = load(DraftWorkerConfig, "draft_worker")
     logs.setup("draft_worker")
     try:
-        return asyncio.run(serve(config))
+        return event_loop.run(serve(config))
     except (CannotBind, ModelError) as error:
         # What the user can mend: a port in use, a model that can't be served, another vocabulary.
         logs.event(logger, "the draft worker can't start", level=logging.ERROR, why=str(error))

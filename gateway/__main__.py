@@ -10,7 +10,7 @@ import sys
 
 import grpc
 
-from cluster import logs, server
+from cluster import event_loop, logs, server
 from cluster.config import load
 from cluster.health import Health
 from cluster.logs import event
@@ -125,7 +125,7 @@ def main() -> int:
     logs.setup("gateway")
     try:
         texts = {name: ModelText(name, folder) for name, folder in config.models().items()}
-        asyncio.run(serve(config, texts))
+        event_loop.run(serve(config, texts))
     except (ModelFolderError, CannotBind) as error:
         print(f"gateway: {error}", file=sys.stderr)
         return 1

@@ -145,6 +145,7 @@ class TokenBytes:
         self._plan = plan
         self._vocabulary = vocabulary
         self._known: dict[int, bytes] = {}
+        self._texts: dict[int, str | None] = {}
 
     def of(self, token_id: int) -> bytes:
         """What the token stands for in the middle of a text; nothing for a special or unknown one."""
@@ -154,6 +155,19 @@ class TokenBytes:
             data = b"" if piece is None else self._plan.to_bytes(piece)
             self._known[token_id] = data
         return data
+
+    def text_of(self, token_id: int) -> str | None:
+        """The text of those bytes where they are whole characters, as they nearly always are; else None."""
+        try:
+            return self._texts[token_id]
+        except KeyError:
+            pass
+        try:
+            text: str | None = self.of(token_id).decode()
+        except UnicodeDecodeError:
+            text = None
+        self._texts[token_id] = text
+        return text
 
     def of_first(self, token_id: int) -> bytes | None:
         """What it stands for at the start of a text; None if it isn't visible, and the start is yet to come."""
@@ -167,12 +181,14 @@ class TokenBytes:
 class BytesDetokenizer:
     """By the bytes of each token."""
 
-    __slots__ = ("_at_start", "_bytes", "_utf8")
+    __slots__ = ("_at_start", "_bytes", "_utf8", "_whole")
 
     def __init__(self, token_bytes: TokenBytes, context: Sequence[int] = ()) -> None:
         self._bytes = token_bytes
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._at_start = True
+        # No character is incomplete, so that whole ones need no decoder.
+        self._whole = True
         for token_id in context:
             self.feed(token_id)
 
@@ -182,8 +198,17 @@ class BytesDetokenizer:
             if data is None:
                 return ""
             self._at_start = False
-            return self._utf8.decode(data)
-        return self._utf8.decode(self._bytes.of(token_id))
+            return self._decode(data)
+        if self._whole:
+            text = self._bytes.text_of(token_id)
+            if text is not None:
+                return text
+        return self._decode(self._bytes.of(token_id))
+
+    def _decode(self, data: bytes) -> str:
+        text = self._utf8.decode(data)
+        self._whole = not self._utf8.getstate()[0]
+        return text
 
     def finish(self) -> str:
         pending = self._utf8.getstate()[0]

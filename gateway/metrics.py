@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from prometheus_client import Counter, Histogram
+
 from cluster.telemetry import Telemetry
 from gateway.requests import LiveRequest
 
@@ -33,18 +35,23 @@ class GatewayMetrics:
         self._sessions = telemetry.counter("gateway_sessions", "Sessions opened with a scheduler.")
         self._resubmitted = telemetry.counter("gateway_resubmissions", "Live requests given to a scheduler again.")
         self._gaps = telemetry.counter("gateway_index_gaps", "Missing tokens noticed, and asked for again.")
+        self._per_token: dict[str, tuple[Counter, Histogram]] = {}
         telemetry.gauge("gateway_requests_running", "Live requests.", read=num_live)
         telemetry.gauge("gateway_session_up", "1 while the session with the scheduler stands.", read=session_up)
 
     def tokens_received(self, request: LiveRequest, num_tokens: int, now: float) -> None:
         """New tokens of a request came at `now`, on the event loop's clock."""
         model = request.spec.model
-        self._output.labels(model).inc(num_tokens)
-        if request.first_token_at is None or request.last_token_at is None:
-            request.first_token_at = now
+        # `labels` looks its child up by a tuple of texts, under a lock; here that would be for every token.
+        found = self._per_token.get(model)
+        if found is None:
+            found = self._per_token[model] = (self._output.labels(model), self._between.labels(model))
+        output, between = found
+        output.inc(num_tokens)
+        if request.last_token_at is None:
             self._first.labels(model).observe(now - request.arrived)
         else:
-            self._between.labels(model).observe((now - request.last_token_at) / num_tokens)
+            between.observe((now - request.last_token_at) / num_tokens)
         request.last_token_at = now
 
     def request_ended(self, request: LiveRequest, outcome: str, now: float) -> None:

@@ -76,7 +76,6 @@ class LiveRequest:
         self.error: TandemError | None = None
         self.prompt_logprobs: list[Any] = []
         self.changed = asyncio.Event()
-        self.first_token_at: float | None = None
         self.last_token_at: float | None = None
         self._cached_tokens: int | None = None
         self._num_gaps = 0
@@ -85,14 +84,19 @@ class LiveRequest:
     @property
     def finished(self) -> bool:
         """Whether nothing more will come."""
-        return self.error is not None or all(choice.finish is not None for choice in self.choices)
+        if self.error is not None:
+            return True
+        for choice in self.choices:  # noqa: SIM110 - asked for every token, and a generator costs more than the answer
+            if choice.finish is None:
+                return False
+        return True
 
     @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether log-probabilities of the prompt are still incomplete."""
-        return self.spec.sampling.prompt_logprobs is not None and len(self.prompt_logprobs) < len(
-            self.spec.prompt_token_ids
-        )
+        if self.spec.sampling.prompt_logprobs is None:
+            return False
+        return len(self.prompt_logprobs) < len(self.spec.prompt_token_ids)
 
     @property
     def resumptions(self) -> int:

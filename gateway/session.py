@@ -262,26 +262,27 @@ class Session:
         if news.draining != self._draining:
             self._draining = news.draining
             self._on_change()
+        now = asyncio.get_running_loop().time()
         for output in news.outputs:
             request = self._table.find(output.handle)
             if request is None:
                 continue
             try:
-                self._deliver(request, output)
+                self._deliver(request, output, now)
             except Exception:
                 # One broken request never takes the session, and with it everybody else's, down.
                 logger.exception("output could not be taken in")
                 request.fail(Internal("the output of this request could not be read"))
                 self.cancel(request)
 
-    def _deliver(self, request: LiveRequest, output: OutputNews) -> None:
+    def _deliver(self, request: LiveRequest, output: OutputNews, now: float) -> None:
         if output.error is not None:
             request.fail(from_status(output.error))
             request.sent = False  # the scheduler has let go of it: there is nothing to cancel
             return
         reaction, num_new = request.accept(output)
         if num_new:
-            self._metrics.tokens_received(request, num_new, asyncio.get_running_loop().time())
+            self._metrics.tokens_received(request, num_new, now)
         if reaction is Reaction.CANCEL_CHOICE:
             self._cancels.append((request.handle, output.choice))
             self._wake.set()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from gateway.detokenizer import Detokenizer
 from gateway.stop_strings import StopMatcher
@@ -33,8 +33,7 @@ class Finish:
     stop_token_id: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class OutputNews:
+class OutputNews(NamedTuple):
     """What the scheduler says of one choice. Log-probabilities and error are opaque here."""
 
     handle: int
@@ -117,8 +116,9 @@ class ChoiceStream:
 
     def accept(self, news: OutputNews) -> int:
         """Take news in; return how many new tokens counted. Raises IndexGap and then changes nothing."""
-        counts = (news.drafted_tokens, news.accepted_tokens, news.resumptions)
-        self._counts = [max(pair) for pair in zip(self._counts, counts, strict=True)]
+        if news.drafted_tokens or news.resumptions:
+            counts = (news.drafted_tokens, news.accepted_tokens, news.resumptions)
+            self._counts = [max(pair) for pair in zip(self._counts, counts, strict=True)]
         if self.finish is not None:
             return 0
         known = len(self.tokens)
@@ -131,7 +131,8 @@ class ChoiceStream:
         for offset, token_id in enumerate(token_ids):
             is_stop_token = ends and news.stop_token_id == token_id and offset == len(token_ids) - 1
             self.tokens.append(token_id)
-            self._logprobs += logprobs[offset : offset + 1]
+            if logprobs:
+                self._logprobs += logprobs[offset : offset + 1]
             if is_stop_token:
                 break
             self._feed(self._detokenizer.feed(token_id))

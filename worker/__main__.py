@@ -8,7 +8,7 @@ import os
 import sys
 import uuid
 
-from cluster import logs
+from cluster import event_loop, logs
 from cluster.config import load
 from cluster.health import Health
 from cluster.server import CannotBind, add_health, bind, create_server, join_address, run_until_signal
@@ -131,7 +131,7 @@ def main() -> int:
     config = load(WorkerConfig, "worker")
     logs.setup("worker")
     try:
-        return asyncio.run(serve(config))
+        return event_loop.run(serve(config))
     except (CannotBind, ModelError) as error:
         # What the user can mend: a port in use, a model that can't be served, not enough memory for it.
         logs.event(logger, "the worker can't start", level=logging.ERROR, why=str(error))
