@@ -16,6 +16,9 @@ bfloat16). The same holds for what else could look at the shape:
 What is left in a model's own code are single, correctly rounded operations (add, multiply, negate, copy), whose
 result is the same in every arrangement.
 
+Where the C++ kernels run, their packed products take the place of the tiled ones (`packed_linear`), and rows need no
+padding unless the model's own code multiplies as well, as that of mixtures of experts does.
+
 Cost, SmolLM2-135M on two Zen 4 cores, all linears and the head, bfloat16 (float32): one row untiled 19 ms (40), a tile
 of 8 rows 22 (50), of 16 rows 26 (60), of 32 rows 36 (84); 128 rows in tiles of 8 take 228 ms (506), of 16 171 (409),
 of 32 128 (301), untiled 97 (220). Sixteen keep a single stream close to the best and prefill within a factor of two.
@@ -26,6 +29,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 from torch.nn import functional
+
+from engine.packed_linear import PackedEmbedding, PackedHead, PackedLayer
 
 TILE_ROWS = 16
 """Rows of every matrix product, and the multiple every batch is padded to."""
@@ -169,13 +174,14 @@ class TiledNorm(nn.Module):
         return torch.cat([self.norm(tile) for tile in x.split(TILE_ROWS, dim=1)], dim=1)
 
 
-def _replacement(module: nn.Module, head: nn.Module, on_cpu: bool) -> nn.Module | None:
+def _replacement(module: nn.Module, head: nn.Module, on_cpu: bool, level: str | None) -> nn.Module | None:
+    """What stands for `module`; products are packed for that level, or tiled where there is none."""
     if module is head:
-        return TiledHead(module)  # type: ignore[arg-type]
+        return TiledHead(module) if level is None else PackedHead(module, level)  # type: ignore[arg-type]
     if isinstance(module, nn.Linear):
-        return TiledLinear(module)
+        return TiledLinear(module) if level is None else PackedLayer.of_linear(module, level)
     if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):
-        return TiledConv1D(module)
+        return TiledConv1D(module) if level is None else PackedLayer.of_conv1d(module, level)
     if isinstance(module, _ACTIVATIONS) or type(module).__module__ == "transformers.activations":
         return TiledActivation(module)
     if not on_cpu and "norm" in type(module).__name__.lower():
@@ -183,17 +189,45 @@ def _replacement(module: nn.Module, head: nn.Module, on_cpu: bool) -> nn.Module 
     return None
 
 
-def tile_layers(model: nn.Module, head: nn.Module, on_cpu: bool) -> None:
+def tile_layers(model: nn.Module, head: nn.Module, on_cpu: bool, level: str | None = None) -> None:
     """Replace, in place, every layer of `model` whose bits could depend on the batch; `head` is its output embedding.
 
-    A module that occurs in several places gets one replacement, so sharing survives.
+    With a `level` of the C++ kernels (packed_linear.packed_level) products are packed for it, and each weight freed as
+    soon as it is. A module that occurs in several places gets one replacement, so sharing survives.
     """
-    replacements: dict[int, nn.Module] = {}
+    replacements = {} if level is None else _tied_replacements(model, head, level)
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if id(child) not in replacements:
-                replacement = _replacement(child, head, on_cpu)
+                replacement = _replacement(child, head, on_cpu, level)
                 if replacement is None:
                     continue
                 replacements[id(child)] = replacement
             setattr(parent, name, replacements[id(child)])
+            if isinstance(replacements[id(child)], PackedLayer | PackedHead | PackedEmbedding):
+                child.weight = None  # type: ignore[assignment]
+
+
+def _tied_replacements(model: nn.Module, head: nn.Module, level: str) -> dict[int, nn.Module]:
+    """By id, what stands for the head and the embeddings that share its weight; nothing if none does.
+
+    An embedding that does more than look up keeps its weight, and the head goes on sharing that.
+    """
+    tied = [module for module in model.modules() if isinstance(module, nn.Embedding) and module.weight is head.weight]
+    if not tied:
+        return {}
+    if any(type(embedding) is not nn.Embedding or embedding.max_norm is not None for embedding in tied):
+        return {id(head): TiledHead(head)}  # type: ignore[arg-type]
+    packed = PackedHead(head, level)  # type: ignore[arg-type]
+    return {id(head): packed, **{id(module): PackedEmbedding(packed, module.padding_idx) for module in tied}}
+
+
+def multiplies_elsewhere(model: nn.Module) -> bool:
+    """Whether a layered model (after `tile_layers`) holds weights that something else than its products uses."""
+    own = (TiledLinear, TiledConv1D, TiledHead, nn.Embedding)
+    return any(
+        parameter.dim() > 1
+        for module in model.modules()
+        if not isinstance(module, own)
+        for parameter in module.parameters(recurse=False)
+    )

@@ -14,8 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from engine.attention import ATTENTION_NAME, ShapeProbe, Step, active
 from engine.errors import IncompleteModel, UnsupportedModel
+from engine.kernels.cpp_ops import fingerprint as kernels_fingerprint
 from engine.kv_cache import LayerShape
-from engine.linear import TILE_ROWS, tile_layers
+from engine.linear import TILE_ROWS, multiplies_elsewhere, padded_rows, tile_layers
+from engine.packed_linear import packed_level
 from engine.progress import Progress
 from engine.quiet import quiet_transformers
 from engine.rotary import tabulate_rotary
@@ -38,7 +40,11 @@ class TiledModel:
         if head is None:
             raise UnsupportedModel(f"{type(model).__name__} has no output embedding")
         self.vocab_size: int = head.weight.shape[0]
-        tile_layers(model, head, on_cpu=self.device.type == "cpu")
+        level = packed_level(self.device, self.dtype)
+        tile_layers(model, head, on_cpu=self.device.type == "cpu", level=level)
+        self.products = f"tiled{TILE_ROWS}" if level is None else kernels_fingerprint(level)
+        """what multiplies, for the fingerprint"""
+        self._pads_rows = level is None or multiplies_elsewhere(model)
         self._rotary_tables = tabulate_rotary(model, max_model_len)
         self.layers = self._probe_layers(config.num_hidden_layers)
 
@@ -46,6 +52,10 @@ class TiledModel:
     def _check_attention(config: Any) -> None:
         if config._attn_implementation != ATTENTION_NAME:
             raise ValueError(f"the model was made with attention {config._attn_implementation!r}")
+
+    def num_rows(self, num_tokens: int) -> int:
+        """How many rows `forward` wants for a step of so many tokens."""
+        return padded_rows(num_tokens) if self._pads_rows else num_tokens
 
     @torch.inference_mode()
     def forward(
@@ -56,7 +66,7 @@ class TiledModel:
         max_position: int,
         step: Step,
     ) -> torch.Tensor:
-        """token_ids, positions int64 [T], T a multiple of TILE_ROWS; logit_indices int64 [L] → float32 [L, vocab_size].
+        """token_ids, positions int64 [T], T as `num_rows` says; logit_indices int64 [L] → float32 [L, vocab_size].
 
         `max_position` is the largest of `positions`, known on the host.
         """

@@ -10,7 +10,6 @@ from engine.attention import PagedStep
 from engine.attention_plan import KEY_TILE, PRODUCTS_PER_GROUP, QUERY_BLOCK, AttentionPlan
 from engine.batch import Batch
 from engine.kv_cache import KvCache
-from engine.linear import TILE_ROWS, padded_rows
 from engine.loading import ModelFacts
 from engine.model import TiledModel, load_transformers_model
 from engine.progress import Progress
@@ -33,7 +32,8 @@ class TransformersModel:
         self.vocab_size = self._model.vocab_size
         self.layers = self._model.layers
         self.fingerprint = (
-            f"route=tiled{TILE_ROWS}x{QUERY_BLOCK}x{KEY_TILE}x{PRODUCTS_PER_GROUP} "
+            f"route=transformers products={self._model.products} "
+            f"attention={QUERY_BLOCK}x{KEY_TILE}x{PRODUCTS_PER_GROUP} "
             f"device={_place(device)} torch={torch.__version__} transformers={transformers.__version__}"
         )
         self._max_kv_heads = max(shape.kv_heads for shape in self.layers.values())
@@ -48,7 +48,7 @@ class TransformersModel:
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """float32 logits [L, vocab_size]."""
-        num_padded = padded_rows(len(batch.token_ids))
+        num_padded = self._model.num_rows(len(batch.token_ids))
         plan = AttentionPlan(batch, num_padded, self._block_size, self._max_kv_heads, self.device)
         return self._model.forward(
             torch.from_numpy(_padded(batch.token_ids, num_padded)).to(self.device),

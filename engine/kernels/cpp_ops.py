@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from engine.kernels import cpp_linear
+from engine.kernels import cpp_attention, cpp_linear
 from engine.kernels.build import level_number, sources_hash
+from engine.kernels.cpp_attention import CppCache
+from engine.kernels.cpp_choose import CppChoose
 from engine.kernels.ops import (
     ACTIVATIONS,
     AttentionRule,
@@ -44,6 +46,8 @@ class CppOps:
         self._level = level_number(self.level)
         if self._level > level_number(best):
             raise ValueError(f"this CPU has no {self.level}, its best level is {best}")
+        cpp_attention.load_operations()
+        self._choose = CppChoose(self.level)
         ops = torch.ops.tandem
         self._embed = ops.embed.default
         self._rms_norm = ops.rms_norm.default
@@ -72,8 +76,8 @@ class CppOps:
     ) -> PackedLinear:
         return cpp_linear.pack_gated(gate, up, gate_bias, up_bias)
 
-    def make_cache(self, num_blocks: int, block_size: int, heads: HeadShape, dtype: torch.dtype) -> LayerCache:
-        raise NotImplementedError
+    def make_cache(self, num_blocks: int, block_size: int, heads: HeadShape, dtype: torch.dtype) -> CppCache:
+        return cpp_attention.make_cache(num_blocks, block_size, heads, dtype)
 
     # ---------------------------------------------------------------------------------------------- in a step
 
@@ -120,7 +124,7 @@ class CppOps:
         cache: LayerCache,
         queries: torch.Tensor,
     ) -> None:
-        raise NotImplementedError
+        cpp_attention.rotate_write(self._level, qkv, heads, norms, rotary, plan, _own(cache), queries)
 
     def attend(
         self,
@@ -131,7 +135,13 @@ class CppOps:
         cache: LayerCache,
         out: torch.Tensor,
     ) -> None:
-        raise NotImplementedError
+        cpp_attention.attend(self._level, queries, rule, plan, _own(cache), out)
 
     def choose(self, logits: torch.Tensor, temperatures: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
+        return self._choose.choose(logits, temperatures, keys)
+
+
+def _own(cache: LayerCache) -> CppCache:
+    if not isinstance(cache, CppCache):
+        raise TypeError(f"a cache of these operations is expected, not {type(cache).__name__}")
+    return cache

@@ -120,7 +120,9 @@ def test_other_layer_kinds(name, tiny_model, load_runner, sequences):
 
 
 class Products(TorchDispatchMode):
-    """Records the shapes of all matrix products."""
+    """Records the shapes of all matrix products; of our own kernels only the weights', as their rows are independent
+    whatever the shape (tests/engine/kernels/test_cpp_linear.py).
+    """
 
     def __init__(self):
         super().__init__()
@@ -128,7 +130,9 @@ class Products(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
-        if any(word in name for word in ("mm", "linear", "matmul", "einsum", "attention", "conv")):
+        if func.namespace == "tandem":
+            self.shapes.add((name, *(tuple(x.shape) for x in args[2:4] if isinstance(x, torch.Tensor))))
+        elif any(word in name for word in ("mm", "linear", "matmul", "einsum", "attention", "conv")):
             self.shapes.add((name, *(tuple(x.shape) for x in args if isinstance(x, torch.Tensor))))
         return func(*args, **(kwargs or {}))
 

@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.activations import ACT2FN
 from transformers.pytorch_utils import Conv1D
 
+from engine.kernels.build import NoKernels, library
 from engine.linear import (
     TILE_ROWS,
     TiledActivation,
@@ -16,9 +17,11 @@ from engine.linear import (
     TiledHead,
     TiledLinear,
     TiledNorm,
+    multiplies_elsewhere,
     padded_rows,
     tile_layers,
 )
+from engine.packed_linear import PackedEmbedding, PackedHead, PackedLayer, packed_level
 
 SIZES = [1, 2, 15, 16, 17, 33, 64]
 
@@ -114,3 +117,76 @@ def test_every_layer_is_replaced(tiny_model):
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     tile_layers(model, model.get_output_embeddings(), on_cpu=False)
     assert isinstance(model.model.layers[0].input_layernorm, TiledNorm)
+
+
+@pytest.fixture
+def level():
+    try:
+        return library()
+    except NoKernels as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(64, 64), (576, 192), (41, 203)])
+def test_packed_linear(dtype, bias, shape, level):
+    plain = nn.Linear(*shape, bias=bias, dtype=dtype)
+    packed = PackedLayer.of_linear(plain, level)
+    x, out = assert_rows_keep_their_bits(packed, shape[0], dtype)
+    torch.testing.assert_close(out, plain(x))
+    assert torch.equal(packed.weight, plain.weight)
+    assert packed(x[:, :0]).shape == (1, 0, shape[1])
+
+
+def test_packed_head_and_its_embedding(level):
+    plain = nn.Linear(96, 5000, bias=False, dtype=torch.bfloat16)
+    head = PackedHead(plain, level)
+    x, out = assert_rows_keep_their_bits(head, 96, torch.bfloat16)
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(out.double(), x.double() @ plain.weight.double().t(), atol=1e-5, rtol=1e-5)
+    ids = torch.tensor([[0, 31, 32, 4999], [7, 7, 1, 2]])
+    assert torch.equal(PackedEmbedding(head, None)(ids), plain.weight[ids])
+
+
+def test_packed_conv1d(level):
+    plain = Conv1D(72, 40)
+    packed = PackedLayer.of_conv1d(plain, level)
+    x, out = assert_rows_keep_their_bits(packed, 40, torch.float32)
+    torch.testing.assert_close(out, plain(x))
+    assert packed.nf == 72
+
+
+@pytest.mark.parametrize("name", ["llama-multi-query-tied", "gpt2-learned-positions", "phi-full-partial-rotary-biases"])
+def test_packed_weights_are_not_held_twice(name, tiny_model, level):
+    """What the model holds afterwards is its packed weights, its norms and what it looks up; each once."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny_model(name)))
+    tied = model.lm_head.weight is model.get_input_embeddings().weight
+    originals = [module for module in model.modules() if isinstance(module, (nn.Linear, Conv1D))]
+    tile_layers(model, model.get_output_embeddings(), on_cpu=True, level=level)
+    assert all(module.weight is None for module in originals), "freed although somebody still holds the layer"
+    assert isinstance(model.lm_head, PackedHead)
+    assert isinstance(model.get_input_embeddings(), PackedEmbedding if tied else nn.Embedding)
+    assert not any(p.dim() > 1 for p in model.parameters() if p.shape[0] not in (203, 512)), "beyond embeddings"
+    assert sum(p.shape[0] == 203 for p in model.parameters() if p.dim() > 1) == (0 if tied else 1)
+    assert not multiplies_elsewhere(model)
+
+
+def test_a_scaling_embedding_keeps_its_weight(tiny_model, level):
+    """Gemma's multiplies as well, so the head goes on sharing its weight."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny_model("gemma3-two-ropes-sliding")))
+    tile_layers(model, model.get_output_embeddings(), on_cpu=True, level=level)
+    assert isinstance(model.lm_head, TiledHead)
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+
+
+def test_experts_multiply_elsewhere(tiny_model, level):
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny_model("qwen3-moe")))
+    tile_layers(model, model.get_output_embeddings(), on_cpu=True, level=level)
+    assert multiplies_elsewhere(model)
+
+
+def test_other_devices_and_dtypes_are_not_packed(level):
+    assert packed_level(torch.device("cpu"), torch.bfloat16) == level
+    assert packed_level(torch.device("cpu"), torch.float16) is None
+    assert packed_level(torch.device("meta"), torch.bfloat16) is None
