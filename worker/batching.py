@@ -2,71 +2,97 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import numpy as np
 
 from engine.batch import Batch
 from worker.sequences import Sequence
 
+_ONE = np.ones(1, np.int64)
 
-@dataclass(slots=True)
+
 class RowPlan:
     """One row that takes part in a step: tokens [start, start + num_known) of its sequence, then the draft."""
 
-    row: int
-    """index into the step's rows"""
-    sequence: Sequence
-    start: int
-    num_known: int
-    draft: list[int]
-    max_draft_tokens: int
-    """the step's budget for the row, whether or not a draft was there"""
-    samples: bool
-    """the row reaches the last known token"""
-    wants_prompt_logprobs: bool
-    """logits of all its tokens are wanted, not only of those that sample"""
-    num_tokens: int = field(init=False)
-    num_sampled: int = field(init=False)
-    num_logits: int = field(init=False)
-    """logits come from the last so many tokens of the row"""
+    __slots__ = (
+        "draft",
+        "is_plain",
+        "max_draft_tokens",
+        "num_known",
+        "num_logits",
+        "num_sampled",
+        "num_tokens",
+        "row",
+        "samples",
+        "sequence",
+        "start",
+        "wants_prompt_logprobs",
+    )
 
-    def __post_init__(self) -> None:
-        self.num_tokens = self.num_known + len(self.draft)
-        self.num_sampled = len(self.draft) + 1 if self.samples else 0
-        self.num_logits = self.num_tokens if self.wants_prompt_logprobs else self.num_sampled
+    def __init__(
+        self,
+        row: int,
+        sequence: Sequence,
+        start: int,
+        num_known: int,
+        draft: list[int],
+        max_draft_tokens: int,
+        samples: bool,
+        wants_prompt_logprobs: bool,
+    ) -> None:
+        """row: index into the step's rows. max_draft_tokens: the step's budget for it, draft or no draft. samples: the
+        row reaches the last known token. wants_prompt_logprobs: logits of all its tokens are wanted, not only of those
+        that sample.
+        """
+        self.row = row
+        self.sequence = sequence
+        self.start = start
+        self.num_known = num_known
+        self.draft = draft
+        self.max_draft_tokens = max_draft_tokens
+        self.samples = samples
+        self.wants_prompt_logprobs = wants_prompt_logprobs
+        self.num_tokens = num_known + len(draft)
+        self.num_sampled = len(draft) + 1 if samples else 0
+        self.num_logits = self.num_tokens if wants_prompt_logprobs else self.num_sampled
+        """logits come from the last so many tokens of the row"""
+        self.is_plain = samples and not draft and not wants_prompt_logprobs and sequence.params.top_logprobs is None
+        """one token comes of it, and nothing else"""
 
 
 def build_batch(plans: list[RowPlan], block_tables: np.ndarray, block_size: int) -> Batch:
     """Pack the rows, in their order; block_tables is the slot table's."""
-    flat: list[int] = []
-    for plan in plans:
-        tokens = plan.sequence.tokens
-        if plan.num_known == 1:
-            flat.append(tokens[plan.start])
-        else:
-            flat.extend(tokens[plan.start : plan.start + plan.num_known])
-        if plan.draft:
-            flat.extend(plan.draft)
-    lengths = np.array([plan.num_tokens for plan in plans], np.int64)
+    num_rows = len(plans)
     starts = np.array([plan.start for plan in plans], np.int64)
-    num_logits = np.array([plan.num_logits for plan in plans], np.int64)
     slots = np.array([plan.sequence.slot for plan in plans], np.int64)
-    ends = np.cumsum(lengths)
-    positions = _ranges(starts, lengths)
-    row_slots = np.repeat(slots, lengths)
-    slot_mapping = block_tables[row_slots, positions // block_size].astype(np.int64) * block_size
+    if all(plan.num_tokens == 1 and plan.num_logits == 1 for plan in plans):
+        lengths = _ONE
+        token_ids = [plan.sequence.tokens[plan.start] for plan in plans]
+        positions, row_slots = starts, slots
+        query_starts = np.arange(num_rows + 1, dtype=np.int32)
+        logit_indices = np.arange(num_rows, dtype=np.int64)
+    else:
+        lengths = np.array([plan.num_tokens for plan in plans], np.int64)
+        num_logits = np.array([plan.num_logits for plan in plans], np.int64)
+        ends = np.cumsum(lengths)
+        token_ids = []
+        for plan in plans:
+            token_ids.extend(plan.sequence.tokens[plan.start : plan.start + plan.num_known])
+            token_ids.extend(plan.draft)
+        positions, row_slots = _ranges(starts, lengths), np.repeat(slots, lengths)
+        query_starts = np.concatenate(([0], ends)).astype(np.int32)
+        logit_indices = _ranges(ends - num_logits, num_logits)
+    slot_mapping = block_tables[row_slots, positions // block_size] * np.int64(block_size)
     slot_mapping += positions % block_size
     context_lens = starts + lengths
     width = -(-int(context_lens.max()) // block_size)
     return Batch(
-        token_ids=np.array(flat, np.int32),
+        token_ids=np.array(token_ids, np.int32),
         positions=positions.astype(np.int32),
         slot_mapping=slot_mapping,
-        query_starts=np.concatenate(([0], ends)).astype(np.int32),
+        query_starts=query_starts,
         context_lens=context_lens.astype(np.int32),
         block_tables=block_tables[slots, :width],
-        logit_indices=_ranges(ends - num_logits, num_logits),
+        logit_indices=logit_indices,
     )
 
 

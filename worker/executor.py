@@ -87,13 +87,14 @@ class Executor:
         self.engine = engine
         self.sequences = sequences
         self.drafting = drafting
+        self._block_size = sequences.limits.block_size
         self._clock = clock
         self._failed_in_a_row = 0
 
     def run(self, step: Step) -> StepOutcome:
         """Execute one step. Raises EngineBroken, and nothing else for whatever a row holds."""
         began_s = self._clock()
-        settlement = Settlement(step, self.sequences.limits.max_model_len)
+        settlement = Settlement(step)
         for slot in step.released_slots:
             self.sequences.release(slot)
             self.drafting.forget(slot)
@@ -121,29 +122,28 @@ class Executor:
         plans: list[RowPlan] = []
         seen: set[int] = set()
         taken = 0
-        for row, slot in enumerate(step.slots):
-            num_new = step.num_new_blocks[row]
+        rows = zip(step.slots, step.num_prefill_tokens, step.max_draft_tokens, step.num_new_blocks, strict=True)
+        for row, (slot, num_prefill, max_draft, num_new) in enumerate(rows):
+            new_blocks = slice(taken, taken + num_new)
+            taken += num_new
             sequence = self.sequences.get(slot)
             if sequence is None or slot in seen:
-                taken += num_new
                 continue
             seen.add(slot)
-            if num_new:
-                if not sequence.ended:
-                    self.sequences.append_blocks(sequence, step.new_block_ids[taken : taken + num_new])
-                taken += num_new
+            if num_new and not sequence.ended:
+                self.sequences.append_blocks(sequence, step.new_block_ids[new_blocks])
             if sequence.ended:
                 settlement.settle_ended(row, sequence)
                 continue
-            plan = self._plan_row(row, sequence, step.num_prefill_tokens[row], step.max_draft_tokens[row])
+            plan = self._plan_row(row, sequence, num_prefill, max_draft)
             if plan is not None:
                 plans.append(plan)
         return plans
 
     def _plan_row(self, row: int, sequence: Sequence, num_prefill: int, max_draft: int) -> RowPlan | None:
         """What a row computes, clamped to what exists and to its blocks; None when that is nothing."""
-        capacity = self.sequences.capacity(sequence)
-        start, known = sequence.computed, sequence.known
+        capacity = sequence.num_blocks * self._block_size
+        start, known = sequence.computed, len(sequence.tokens)
         wanted = known - start if num_prefill == 0 else min(num_prefill, known - start)
         num_known = min(wanted, capacity - start)
         if num_known < 1:
@@ -153,7 +153,7 @@ class Executor:
         if samples and num_prefill == 0 and max_draft > 0:
             # A sequence that is not followed yet is from here on, so that drafts grow while this step runs.
             self.drafting.follow(sequence, max_draft)
-            limit = min(max_draft, capacity - known, sequence.tokens_left(self.sequences.limits.max_model_len) - 1)
+            limit = min(max_draft, capacity - known, sequence.tokens_left - 1)
             if limit > 0:
                 draft = self._usable(self.drafting.tail(sequence.slot, sequence.tokens, limit), limit)
         prompt_logprobs = sequence.params.prompt_logprobs is not None and start < sequence.num_prompt
@@ -203,7 +203,7 @@ class Executor:
 
     def _forward(self, plans: list[RowPlan]) -> tuple[torch.Tensor, SampleResult]:
         """Logits [L, V] of all rows, and one sampled token for each position that samples, row after row."""
-        batch = build_batch(plans, self.sequences.block_tables, self.sequences.limits.block_size)
+        batch = build_batch(plans, self.sequences.block_tables, self._block_size)
         logits = self.engine.forward(batch)
         rows: list[SampleRow] = []
         for plan in plans:
@@ -216,9 +216,9 @@ def _append_sample_rows(rows: list[SampleRow], plan: RowPlan) -> None:
     """One row for each sampled position; position j takes the first j draft tokens as its output so far."""
     sequence, draft = plan.sequence, plan.draft
     params, seed, tokens, num_prompt = sequence.params, sequence.choice_seed, sequence.tokens, sequence.num_prompt
-    first = len(tokens) - num_prompt
+    first, counts = len(tokens) - num_prompt, sequence.counts()
     for j in range(len(draft) + 1):
-        rows.append(SampleRow(params, seed, first + j, tokens, num_prompt, draft[:j]))
+        rows.append(SampleRow(params, seed, first + j, tokens, num_prompt, draft[:j], counts))
 
 
 def _sampling_logits(logits: torch.Tensor, plans: list[RowPlan]) -> torch.Tensor:

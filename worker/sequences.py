@@ -13,12 +13,14 @@ that its first row can say why; nothing here raises for one bad sequence.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from engine.batch import EngineInfo
+from engine.token_counts import TokenCounts
 from worker.steps import Admission, Finish, Resident, SamplingParams
 
 
@@ -61,6 +63,12 @@ class Sequence:
     ended: bool = False
     untold_finish: bool = False
     """it was admitted with no token left to emit, which its first row says"""
+    longest: int = field(init=False)
+    """known tokens at which it ends"""
+    _counts: TokenCounts | None = None
+
+    def __post_init__(self) -> None:
+        self.longest = self.num_prompt + self.params.max_tokens
 
     @property
     def known(self) -> int:
@@ -70,9 +78,19 @@ class Sequence:
     def num_output(self) -> int:
         return len(self.tokens) - self.num_prompt
 
-    def tokens_left(self, max_model_len: int) -> int:
+    @property
+    def tokens_left(self) -> int:
         """Tokens it may still emit."""
-        return min(self.params.max_tokens - self.num_output, max_model_len - len(self.tokens))
+        return self.longest - len(self.tokens)
+
+    def counts(self) -> TokenCounts | None:
+        """What penalties ask of the known tokens; None where none is wanted."""
+        if not self.params.penalises:
+            return None
+        if self._counts is None:
+            self._counts = TokenCounts()
+        self._counts.catch_up(self.tokens, self.num_prompt)
+        return self._counts
 
     def emit(self, token_ids: list[int], finish: Finish) -> None:
         """Append a verified run; the KV before its last token is valid."""
@@ -135,31 +153,31 @@ class SequenceTable:
             choice_seed=self.choice_seed(admission.seed, admission.choice),
             cache_salt=admission.cache_salt,
         )
+        sequence.longest = min(sequence.longest, self.limits.max_model_len)
         self._held[admission.slot] = sequence
         if problem:
             sequence.fail(problem)
             return sequence
         self.append_blocks(sequence, admission.block_ids)
-        if sequence.tokens_left(self.limits.max_model_len) < 1:
+        if sequence.tokens_left < 1:
             # Readmitted after its last token was emitted but before that was known: nothing is left to compute.
             sequence.finish = Finish.LENGTH
             sequence.ended = sequence.untold_finish = True
         return sequence
 
-    def append_blocks(self, sequence: Sequence, block_ids: Iterable[int]) -> None:
+    def append_blocks(self, sequence: Sequence, block_ids: Seq[int]) -> None:
         """Lengthen a block table. An id outside the pool fails the sequence instead of touching foreign memory."""
-        ids = np.asarray(block_ids, np.int64)
-        if not len(ids):
+        if not len(block_ids):
             return
-        if ids.min() < 0 or ids.max() >= self.limits.num_blocks:
+        if min(block_ids) < 0 or max(block_ids) >= self.limits.num_blocks:
             sequence.fail("a block outside the worker's pool was assigned")
             return
-        end = sequence.num_blocks + len(ids)
+        end = sequence.num_blocks + len(block_ids)
         if end > self.block_tables.shape[1]:
             wider = np.zeros((self.block_tables.shape[0], max(end, 2 * self.block_tables.shape[1])), np.int32)
             wider[:, : self.block_tables.shape[1]] = self.block_tables
             self.block_tables = wider
-        self.block_tables[sequence.slot, sequence.num_blocks : end] = ids
+        self.block_tables[sequence.slot, sequence.num_blocks : end] = block_ids
         sequence.num_blocks = end
 
     def capacity(self, sequence: Sequence) -> int:

@@ -9,16 +9,15 @@ from engine.sampler import ALL_BANNED, SampleResult
 from worker.batching import RowPlan
 from worker.sequences import Sequence
 from worker.steps import NOTHING_LEFT, PositionLogprobs, RowFailure, RowLogprobs, Step, StepOutcome
-from worker.verification import verify
+from worker.verification import finish_after, verify
 
 
 class Settlement:
     """Gathers the outcome of one step, in the order of its rows; a row that is never settled was a no-op."""
 
-    def __init__(self, step: Step, max_model_len: int) -> None:
+    def __init__(self, step: Step) -> None:
         num_rows = len(step.slots)
         self._step = step
-        self._max_model_len = max_model_len
         self._emitted: list[list[int]] = [[]] * num_rows
         self._finishes = [0] * num_rows
         self._drafted = [0] * num_rows
@@ -48,18 +47,14 @@ class Settlement:
         at_logit = at_sample = 0
         for plan in plans:
             self._num_model_tokens += plan.num_tokens
-            prompt: list[PositionLogprobs] = []
-            if plan.wants_prompt_logprobs:
-                prompt = self._prompt_logprobs(plan, logits[at_logit : at_logit + plan.num_logits])
-            output: list[PositionLogprobs] = []
-            if plan.row not in self._failed_rows:
-                if plan.samples:
-                    output = self._emit(plan, sampled, at_sample)
+            if plan.is_plain:
+                token_id = sampled.token_ids[at_sample]
+                if token_id is None:
+                    self._fail_to_sample(plan, sampled, at_sample)
                 else:
-                    plan.sequence.computed = plan.start + plan.num_known
-            if (prompt or output) and plan.row not in self._failed_rows:
-                first_position = 0 if plan.start == 0 else plan.start + 1
-                self._logprobs.append(RowLogprobs(plan.row, output, first_position, prompt))
+                    self._emit_one(plan, token_id)
+            else:
+                self._settle_row(plan, logits[at_logit : at_logit + plan.num_logits], sampled, at_sample)
             at_logit += plan.num_logits
             at_sample += plan.num_sampled
 
@@ -82,6 +77,31 @@ class Settlement:
             num_model_tokens=self._num_model_tokens,
         )
 
+    def _settle_row(self, plan: RowPlan, logits: torch.Tensor, sampled: SampleResult, at: int) -> None:
+        """A row with all that it may have."""
+        prompt: list[PositionLogprobs] = []
+        if plan.wants_prompt_logprobs:
+            prompt = self._prompt_logprobs(plan, logits)
+        if plan.row in self._failed_rows:
+            return
+        output: list[PositionLogprobs] = []
+        if plan.samples:
+            output = self._emit(plan, sampled, at)
+        else:
+            plan.sequence.computed = plan.start + plan.num_known
+        if (prompt or output) and plan.row not in self._failed_rows:
+            first_position = 0 if plan.start == 0 else plan.start + 1
+            self._logprobs.append(RowLogprobs(plan.row, output, first_position, prompt))
+
+    def _emit_one(self, plan: RowPlan, token_id: int) -> None:
+        """Lengthen the sequence of a plain row."""
+        sequence = plan.sequence
+        finish = finish_after(token_id, 1, sequence.params.stop_token_ids, sequence.tokens_left)
+        emitted = [token_id]
+        sequence.emit(emitted, finish)
+        self._emitted[plan.row] = emitted
+        self._finishes[plan.row] = finish
+
     def _emit(self, plan: RowPlan, sampled: SampleResult, at: int) -> list[PositionLogprobs]:
         """Verify one row and lengthen its sequence; the log-probabilities of what was emitted, where asked for."""
         sequence, draft = plan.sequence, plan.draft
@@ -91,13 +111,12 @@ class Settlement:
                 break
             tokens.append(token_id)
         if not tokens:
-            why = sampled.errors.get(at, "no token could be sampled")
-            self.fail(plan, NOTHING_LEFT if why == ALL_BANNED else "SAMPLING_FAILED", why)
+            self._fail_to_sample(plan, sampled, at)
             return []
         # A position that failed behind a draft may never be reached. If it is, the next row fails there by itself.
         draft = draft[: len(tokens) - 1]
         params = sequence.params
-        verdict = verify(draft, tokens, params.stop_token_ids, sequence.tokens_left(self._max_model_len))
+        verdict = verify(draft, tokens, params.stop_token_ids, sequence.tokens_left)
         emitted = tokens[: verdict.num_emitted]
         sequence.emit(emitted, verdict.finish)
         row = plan.row
@@ -108,6 +127,10 @@ class Settlement:
         if params.top_logprobs is None:
             return []
         return [entry for entry in sampled.logprobs[at : at + verdict.num_emitted] if entry is not None]
+
+    def _fail_to_sample(self, plan: RowPlan, sampled: SampleResult, at: int) -> None:
+        why = sampled.errors.get(at, "no token could be sampled")
+        self.fail(plan, NOTHING_LEFT if why == ALL_BANNED else "SAMPLING_FAILED", why)
 
     def _prompt_logprobs(self, plan: RowPlan, logits: torch.Tensor) -> list[PositionLogprobs]:
         """Entries of the prompt positions that these tokens predict; first position 0, which nothing predicts."""

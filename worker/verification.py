@@ -15,13 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Container
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from worker.steps import Finish
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(NamedTuple):
     """The outcome of one sampling row."""
 
     num_emitted: int
@@ -44,6 +43,11 @@ def verify(draft: Seq[int], sampled: Seq[int], stop_token_ids: Container[int], m
     emitted = accepted + 1
     if accepted < num_draft and last == draft[accepted]:
         accepted += 1
+    return Verdict(emitted, accepted, finish_after(last, emitted, stop_token_ids, max_new_tokens))
+
+
+def finish_after(last: int, num_emitted: int, stop_token_ids: Container[int], max_new_tokens: int) -> Finish:
+    """Whether the last of so many tokens ends the sequence; a row without a draft needs no more of a verdict."""
     if last in stop_token_ids:
-        return Verdict(emitted, accepted, Finish.STOP)
-    return Verdict(emitted, accepted, Finish.LENGTH if emitted >= max_new_tokens else Finish.NOT)
+        return Finish.STOP
+    return Finish.LENGTH if num_emitted >= max_new_tokens else Finish.NOT
