@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from google.rpc import status_pb2
@@ -135,52 +135,56 @@ def step_outcome(result: Any) -> StepOutcome:
     )
 
 
-def output(handle: int, update: Update) -> Any:
-    """News of a choice on the wire."""
+def session_response(
+    pending: Mapping[tuple[int, int], Update | status_pb2.Status], models: Any | None, draining: bool
+) -> Any:
+    """Everything that a gateway has to be told. Keys: (handle, choice); a Status is the end of a request."""
+    response = scheduler_pb2.SessionResponse()
+    for (handle, _), news in pending.items():
+        output = response.outputs.add()
+        output.handle = handle
+        if isinstance(news, Update):
+            _fill_output(output, news)
+        else:
+            output.error.CopyFrom(news)
+    if models is not None:
+        response.models.CopyFrom(models)
+    if draining:
+        response.draining = True
+    return response
+
+
+def _fill_output(message: Any, update: Update) -> None:
+    """News of a choice on the wire.
+
+    Made for every token: fields are set one by one, and only those that say something, which takes half the time that
+    a constructor with keywords does.
+    """
     sequence = update.sequence
-    logprobs: Any = update.logprobs
-    prompt_logprobs: Any = update.prompt_logprobs
-    finish: Any = update.finish
-    message = scheduler_pb2.Output(
-        handle=handle,
-        choice=sequence.choice,
-        first_token_index=update.first_index,
-        token_ids=update.token_ids,
-        finish_reason=finish,
-        cached_tokens=sequence.request.cached_tokens or 0,
-        drafted_tokens=sequence.drafted,
-        accepted_tokens=sequence.accepted,
-        resumptions=sequence.resumptions,
-    )
-    if logprobs:
+    request = sequence.request
+    message.token_ids.extend(update.token_ids)
+    if update.first_index:
+        message.first_token_index = update.first_index
+    if sequence.choice:
+        message.choice = sequence.choice
+    if update.finish:
+        message.finish_reason = update.finish
+        if update.finish == types_pb2.FINISH_REASON_STOP:
+            message.stop_token_id = update.token_ids[-1]
+    if request.cached_tokens:
+        message.cached_tokens = request.cached_tokens
+    if sequence.drafted:
+        message.drafted_tokens = sequence.drafted
+        message.accepted_tokens = sequence.accepted
+    if sequence.resumptions:
+        message.resumptions = sequence.resumptions
+    if update.logprobs:
+        logprobs: Any = update.logprobs
         message.logprobs.extend(logprobs)
-    if prompt_logprobs:
+    if update.prompt_logprobs:
+        prompt_logprobs: Any = update.prompt_logprobs
         message.first_prompt_position = update.first_prompt_position
         message.prompt_logprobs.extend(prompt_logprobs)
-    if update.finish == types_pb2.FINISH_REASON_STOP:
-        message.stop_token_id = update.token_ids[-1]
-    return message
-
-
-def merge_output(into: Any, news: Any) -> None:
-    """Append later news of a choice to news that its gateway has not taken yet."""
-    if not into.token_ids:
-        into.first_token_index = news.first_token_index
-    if not into.prompt_logprobs:
-        into.first_prompt_position = news.first_prompt_position
-    into.token_ids.extend(news.token_ids)
-    into.logprobs.extend(news.logprobs)
-    into.prompt_logprobs.extend(news.prompt_logprobs)
-    into.finish_reason = news.finish_reason
-    if news.HasField("stop_token_id"):
-        into.stop_token_id = news.stop_token_id
-    for name in ("cached_tokens", "drafted_tokens", "accepted_tokens", "resumptions"):
-        setattr(into, name, getattr(news, name))
-
-
-def failure_output(handle: int, status: Any) -> Any:
-    """The end of a request without an answer, on the wire."""
-    return scheduler_pb2.Output(handle=handle, error=status)
 
 
 def refusal_status(refusal: Refusal) -> Any:

@@ -10,8 +10,6 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
-from tandem.v1 import scheduler_pb2
-
 from scheduler import convert
 from scheduler.core.step import Update
 
@@ -29,23 +27,20 @@ class Session:
     draining: bool = False
     closed: bool = False
     _pending: dict[tuple[int, int], Any] = field(default_factory=dict)
+    """(handle, choice) → Update, or the Status that ends a request"""
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
 
     def add_update(self, handle: int, update: Update) -> None:
         """News of a choice."""
-        news = convert.output(handle, update)
-        key = (handle, news.choice)
+        key = (handle, update.sequence.choice)
         waiting = self._pending.get(key)
-        if waiting is None:
-            self._pending[key] = news
-        else:
-            convert.merge_output(waiting, news)
+        self._pending[key] = update if waiting is None else waiting.followed_by(update)
         self._wake.set()
 
     def add_failure(self, handle: int, status: Any) -> None:
         """A request is over without an answer."""
         self.forget(handle)
-        self._pending[(handle, -1)] = convert.failure_output(handle, status)
+        self._pending[(handle, -1)] = status
         self._wake.set()
 
     def set_models(self, models: Any, draining: bool) -> None:
@@ -70,10 +65,8 @@ class Session:
                 return None
             self._wake.clear()
             await self._wake.wait()
-        response = scheduler_pb2.SessionResponse(outputs=self._pending.values(), draining=self.draining)
-        if self.models is not None:
-            response.models.CopyFrom(self.models)
-            self.models = None
+        response = convert.session_response(self._pending, self.models, self.draining)
+        self.models = None
         self._pending.clear()
         return response
 

@@ -65,7 +65,7 @@ class StepOutcome:
     num_drafted: list[int] = field(default_factory=list)
     """may be empty when nothing was drafted"""
     num_accepted: list[int] = field(default_factory=list)
-    logprobs: dict[int, object] = field(default_factory=dict)
+    logprobs: dict[int, list[object]] = field(default_factory=dict)
     """by row"""
     prompt_logprobs: dict[int, tuple[int, list[object]]] = field(default_factory=dict)
     """by row: (prompt position of the first, entries)"""
@@ -81,9 +81,25 @@ class Update(NamedTuple):
     first_index: int
     token_ids: list[int]
     finish: int = Finish.NONE
-    logprobs: object = None
+    logprobs: list[object] | None = None
     first_prompt_position: int = 0
     prompt_logprobs: tuple[object, ...] = ()
+
+    def followed_by(self, later: Update) -> Update:
+        """Both as one, where the gateway has not taken this one yet. Takes over this one's lists: it is not used again.
+
+        However long a gateway stalls, a choice's news stay one object, and each token is moved once.
+        """
+        first_index = self.first_index if self.token_ids else later.first_index
+        position = self.first_prompt_position if self.prompt_logprobs else later.first_prompt_position
+        self.token_ids.extend(later.token_ids)
+        logprobs = self.logprobs
+        if later.logprobs:
+            if logprobs is None:
+                logprobs = []
+            logprobs.extend(later.logprobs)
+        prompt_logprobs = self.prompt_logprobs + later.prompt_logprobs
+        return Update(self.sequence, first_index, self.token_ids, later.finish, logprobs, position, prompt_logprobs)
 
 
 class RefusalKind(Enum):
