@@ -1,7 +1,7 @@
 """Paged attention on a GPU: decode rows, chunks of prompts and verifications in one launch.
 
 Words: a *tile* is 16 lines, each one query of one row for one query head; the heads of a tile share a KV head. A
-*partition* is 512 key positions, a *key tile* 64 of them; both begin at multiples of their size.
+*partition* is 512 key positions, a *key tile* 64 of them (float32: 32); both begin at multiples of their size.
 
     grid x: tiles of queries           lines of a tile, with 4 query heads to a KV head:
     grid y: KV heads (× head tiles)        q0h0 q0h1 q0h2 q0h3 q1h0 … q3h3
@@ -44,7 +44,7 @@ PARTITION = 512
 LINES = 16
 SPLIT_QUERIES = 16
 """a row of at most so many queries may be split"""
-_KEY_TILE = 64
+_KEY_TILES = {torch.bfloat16: 64, torch.float32: 32}
 _MAX_STATE_BYTES = 256 << 20
 """no step is split if that would take more memory; with so many tokens and keys the tiles alone fill a GPU"""
 _LOG2_E = math.log2(math.e)
@@ -140,13 +140,13 @@ def attention_kernel(
         first_partition += skipped
         end_partition = tl.minimum(end_partition, first_partition + 1)
     peak = tl.full((TILE_LINES,), float("-inf"), tl.float32)
-    total = tl.zeros((TILE_LINES,), tl.float32)
-    result = tl.zeros((TILE_LINES, BLOCK_DIM), tl.float32)
+    total = tl.full((TILE_LINES,), 0.0, tl.float32)
+    result = tl.full((TILE_LINES, BLOCK_DIM), 0.0, tl.float32)
     tables_at = block_tables + row.to(tl.int64) * table_width
     for partition in range(first_partition, end_partition):
         part_peak = tl.full((TILE_LINES,), float("-inf"), tl.float32)
-        part_total = tl.zeros((TILE_LINES,), tl.float32)
-        part_result = tl.zeros((TILE_LINES, BLOCK_DIM), tl.float32)
+        part_total = tl.full((TILE_LINES,), 0.0, tl.float32)
+        part_result = tl.full((TILE_LINES, BLOCK_DIM), 0.0, tl.float32)
         part_begin = tl.maximum(partition * PARTITION_KEYS, begin // KEY_TILE * KEY_TILE)
         part_end = tl.minimum((partition + 1) * PARTITION_KEYS, end)
         for key_start in range(part_begin, part_end, KEY_TILE):
@@ -221,8 +221,8 @@ def finish_kernel(
     dims = tl.arange(0, BLOCK_DIM)
     own_dims = (one[:, None] == 0) & (dims < HEAD_DIM)[None, :]
     peak = tl.full((1,), float("-inf"), tl.float32)
-    total = tl.zeros((1,), tl.float32)
-    result = tl.zeros((1, BLOCK_DIM), tl.float32)
+    total = tl.full((1,), 0.0, tl.float32)
+    result = tl.full((1, BLOCK_DIM), 0.0, tl.float32)
     for partition in range(first_partition, end_partition):
         state_at = head_line * num_splits + partition % num_splits + one
         values = tl.load(results + state_at[:, None] * HEAD_DIM + dims[None, :], own_dims, other=0.0)
@@ -230,7 +230,7 @@ def finish_kernel(
         peak, total, result = _merge(peak, total, result, more_peak, more_total, values)
     if SINKS:
         sink = tl.load(sinks + head + one) * LOG2_E
-        nothing = tl.zeros((1, BLOCK_DIM), tl.float32)
+        nothing = tl.full((1, BLOCK_DIM), 0.0, tl.float32)
         peak, total, result = _merge(peak, total, result, sink, tl.full((1,), 1.0, tl.float32), nothing)
     result = result / total[:, None]
     out_at = out + head_line * HEAD_DIM + dims[None, :] + one[:, None]
@@ -299,7 +299,7 @@ def attend(
         GROUP_TILE=group_tile,
         BLOCK_DIM=block_dim,
         TILE_LINES=LINES,
-        KEY_TILE=_KEY_TILE,
+        KEY_TILE=_KEY_TILES[queries.dtype],
         PARTITION_KEYS=PARTITION,
         SPLIT_LIMIT=SPLIT_QUERIES,
         LOG2_E=_LOG2_E,

@@ -62,7 +62,7 @@ def scores_kernel(
         peak, _ = _peak_of(peaks + row * num_tiles, num_tiles, TILES)
         k0 = tl.load(noise_keys + 2 * row).to(tl.uint32)
         k1 = tl.load(noise_keys + 2 * row + 1).to(tl.uint32)
-        scaled = tl.div_rn(scores - peak, tl.zeros((BLOCK,), tl.float32) + temperature)
+        scaled = tl.div_rn(scores - peak, tl.full((BLOCK,), 0.0, tl.float32) + temperature)
         scores = scaled + gumbel(k0, k1, at.to(tl.uint32))
     highest = tl.max(scores, 0)
     tl.store(best + row * num_tiles + tile, highest)

@@ -123,8 +123,8 @@ def product_kernel(
     weight_at = weight + columns.to(tl.int64)[:, None] * in_features + ks[None, :]
     up_distance = out_features.to(tl.int64) * in_features
 
-    sums = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
-    up_sums = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
+    sums = tl.full((BLOCK_T, BLOCK_N), 0.0, tl.float32)
+    up_sums = tl.full((BLOCK_T, BLOCK_N), 0.0, tl.float32)
     for start in range(0, in_features, BLOCK_K):
         if WHOLE_K:
             x_mask, weight_mask = own_rows[:, None], own_columns[:, None]
