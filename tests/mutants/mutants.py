@@ -21,6 +21,13 @@ WORKER = ("tests/worker",)
 GATEWAY = ("tests/gateway",)
 NOISE = ("tests/engine/test_noise.py", "tests/engine/test_sampler.py", "tests/engine/test_portable.py")
 
+# The C++ kernels are left out: each fault there would compile them anew. Plain torch stands for the contract.
+ATTENTION = (
+    "tests/engine/kernels/test_ops_attention.py::test_float64_says_the_same[torch-bf16-9x3x64]",
+    "tests/engine/kernels/test_ops_attention.py::test_a_tokens_bits_are_its_own[torch-bf16-9x3x64]",
+    "tests/engine/kernels/test_ops_attention.py::test_float64_says_the_same[torch-f32-4x4x80-everything]",
+)
+
 MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "reservation-off-by-one",
@@ -130,8 +137,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "history-without-the-draft",
         "worker/executor.py",
-        "rows.append(SampleRow(params, seed, first + j, tokens, num_prompt, draft[:j]))",
-        "rows.append(SampleRow(params, seed, first + j, tokens, num_prompt, []))",
+        "rows.append(SampleRow(params, seed, first + j, tokens, num_prompt, draft[:j], counts))",
+        "rows.append(SampleRow(params, seed, first + j, tokens, num_prompt, [], counts))",
         WORKER,
     ),
     Mutant(
@@ -217,5 +224,54 @@ MUTANTS: tuple[Mutant, ...] = (
         "(output_index + 1) * GOLDEN",
         "GOLDEN",
         NOISE,
+    ),
+    Mutant(
+        "attention-sees-one-key-beyond",
+        "engine/kernels/torch_attention.py",
+        "hidden=distance < 0 if window is None",
+        "hidden=distance < -1 if window is None",
+        ATTENTION,
+    ),
+    Mutant(
+        "window-one-key-too-wide",
+        "engine/kernels/torch_attention.py",
+        "(distance < 0) | (distance >= window)",
+        "(distance < 0) | (distance > window)",
+        ATTENTION,
+    ),
+    Mutant(
+        "tiles-merged-without-their-weights",
+        "engine/kernels/torch_attention.py",
+        "total += weights[step] * sums[pieces]",
+        "total += sums[pieces]",
+        ATTENTION,
+    ),
+    Mutant(
+        "functions-end-in-part-of-a-vector",
+        "engine/kernels/torch_tiles.py",
+        "_VECTOR = 64\n",
+        "_VECTOR = 1\n",
+        ("tests/engine/kernels/test_ops_rows.py::test_a_rows_bits_are_its_own[torch-activation-f32-silu]",),
+    ),
+    Mutant(
+        "step-plans-share-their-memory",
+        "engine/step_plan.py",
+        "cycle((_Buffers(device), _Buffers(device)))",
+        "cycle((_Buffers(device),))",
+        ("tests/engine/test_step_plan.py",),
+    ),
+    Mutant(
+        "step-plan-arrays-overlap",
+        "engine/step_plan.py",
+        "size += -(-array.size // self._align) * self._align",
+        "size += array.size // self._align * self._align",
+        ("tests/engine/test_step_plan.py",),
+    ),
+    Mutant(
+        "likely-tokens-lose-their-noise",
+        "engine/kernels/torch_choose.py",
+        "_SLACK = 0.05",
+        "_SLACK = -1.0",
+        ("tests/engine/kernels/test_ops_choose.py::test_the_highest_sum[torch-1000-3.0]",),
     ),
 )

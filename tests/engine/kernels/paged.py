@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 import torch
 
 from engine.kernels.ops import AttentionRule, HeadNorms, HeadShape, LayerCache, Ops, Rotary, StepPlan
-from tests.engine.kernels.oracle import FUNCTION_BOUND, UNIT, attention, rms_norm, rotate, sum_bound
+from tests.engine.kernels.conftest import Implementation
+from tests.engine.kernels.oracle import FUNCTION_BOUND, HALF_STEP, UNIT, attention, rms_norm, rotate, sum_bound
 
 Row = tuple[int, int, int]
 """sequence, first position, end"""
@@ -28,7 +29,7 @@ class Layer:
 class Paged:
     """Sequences' products, and the cache that a step writes and reads; tokens beyond every context are rubbish."""
 
-    ops: Ops
+    implementation: Implementation
     layer: Layer
     lengths: list[int]
     block_size: int = 16
@@ -37,12 +38,13 @@ class Paged:
     qkv: list[torch.Tensor] = field(init=False)
     """per sequence float32 [length, (num_heads + 2 kv_heads) head_dim]"""
     tables: list[list[int]] = field(init=False)
+    ops: Ops = field(init=False)
     cache: LayerCache = field(init=False)
     spare: list[int] = field(init=False)
     """blocks that no sequence has"""
 
     def __post_init__(self) -> None:
-        heads = self.layer.heads
+        self.ops, heads = self.implementation.ops, self.layer.heads
         width = (heads.num_heads + 2 * heads.kv_heads) * heads.head_dim
         random = torch.Generator().manual_seed(len(self.lengths))
         self.qkv = [torch.randn((length, width), generator=random) for length in self.lengths]
@@ -138,4 +140,7 @@ class Paged:
         if rule.softcap is not None:
             score_error += FUNCTION_BOUND * rule.softcap
         # A score's error is its weight's relative one; it enters above and below the fraction's line.
-        return exact, magnitude * (2 * score_error + sum_bound(torch.tensor(1.0), end) + 2 * FUNCTION_BOUND + 8 * UNIT)
+        error = 2 * score_error + sum_bound(torch.tensor(1.0), end) + 2 * FUNCTION_BOUND + 8 * UNIT
+        if self.layer.dtype != torch.float32:
+            error += HALF_STEP[self.layer.dtype]  # weights may be rounded; half of it above the line, half below
+        return exact, magnitude * error

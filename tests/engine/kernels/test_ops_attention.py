@@ -63,7 +63,7 @@ PARAMETERS = [pytest.param(layer, id=name, marks=marks) for name, layer, marks i
 
 def _loaded(implementation: Implementation, layer: Layer, **settings: int) -> tuple[Paged, list[Row]]:
     """The sequences with their contexts written, and the step's rows."""
-    paged = Paged(implementation.ops, layer, [before + new for before, new in STEPS], **settings)
+    paged = Paged(implementation, layer, [before + new for before, new in STEPS], **settings)
     paged.write([(index, 0, before) for index, (before, _) in enumerate(STEPS) if before])
     return paged, [(index, before, before + new) for index, (before, new) in enumerate(STEPS)]
 
@@ -111,7 +111,7 @@ def test_where_blocks_lie_decides_nothing(implementation: Implementation, layer:
 def test_a_chunk_and_single_steps_leave_the_same_cache(implementation: Implementation) -> None:
     layer = _layer((6, 2, 64), BF16)
     chunked, rows = _loaded(implementation, layer)
-    stepped = Paged(implementation.ops, layer, chunked.lengths)
+    stepped = Paged(implementation, layer, chunked.lengths)
     for index, length in enumerate(stepped.lengths[:8]):
         for position in range(length):
             stepped.write([(index, position, position + 1)])
@@ -140,7 +140,7 @@ def test_what_is_no_number_is_kept_as_zero(implementation: Implementation) -> No
     """Later queries see it as zeros, and so does whoever gets the block next."""
     for dtype in (F32, BF16):
         layer = _layer((6, 2, 64), dtype)
-        paged = Paged(implementation.ops, layer, [40])
+        paged = Paged(implementation, layer, [40])
         width = layer.heads.num_heads * layer.heads.head_dim
         paged.qkv[0][3, width:] = torch.nan
         paged.qkv[0][7, width::2] = torch.inf
@@ -156,7 +156,7 @@ def test_what_is_no_number_is_kept_as_zero(implementation: Implementation) -> No
 
 
 def test_no_rows(implementation: Implementation) -> None:
-    paged = Paged(implementation.ops, _layer((6, 2, 64), BF16), [4])
+    paged = Paged(implementation, _layer((6, 2, 64), BF16), [4])
     plan = paged.plan([])
     queries = torch.empty(0, 6, 64, dtype=BF16)
     ops, heads = implementation.ops, paged.layer.heads

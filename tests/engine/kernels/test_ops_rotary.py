@@ -56,7 +56,7 @@ PARAMETERS = [pytest.param(layer, id=name, marks=marks) for name, layer, marks i
 
 @pytest.mark.parametrize("layer", PARAMETERS)
 def test_queries(implementation: Implementation, layer: Layer) -> None:
-    paged = Paged(implementation.ops, layer, LENGTHS)
+    paged = Paged(implementation, layer, LENGTHS)
     rows = [(index, 0, length) for index, length in enumerate(LENGTHS)]
     _, queries = paged.write(rows)
     expected = torch.cat([paged.parts(index)[0] for index in range(len(LENGTHS))])
@@ -68,7 +68,7 @@ def test_queries(implementation: Implementation, layer: Layer) -> None:
 @pytest.mark.parametrize("layer", PARAMETERS)
 def test_keys_and_values(implementation: Implementation, layer: Layer) -> None:
     """Seen through attention, the queries as they were computed."""
-    paged = Paged(implementation.ops, layer, LENGTHS)
+    paged = Paged(implementation, layer, LENGTHS)
     rows = [(index, 0, length) for index, length in enumerate(LENGTHS)]
     _, queries = paged.write(rows)
     out = paged.attend(rows)
@@ -80,13 +80,13 @@ def test_keys_and_values(implementation: Implementation, layer: Layer) -> None:
 
 @pytest.mark.parametrize("layer", PARAMETERS)
 def test_a_tokens_bits_are_its_own(implementation: Implementation, layer: Layer) -> None:
-    paged = Paged(implementation.ops, layer, LENGTHS)
+    paged = Paged(implementation, layer, LENGTHS)
     rows = [(index, 0, length) for index, length in enumerate(LENGTHS)]
     _, queries = paged.write(rows)
     whole = dict(zip(rows, queries.split(LENGTHS), strict=True))
     attended = paged.attend(rows).split(LENGTHS)
     for row, seen in zip(rows, attended, strict=True):
-        fresh = Paged(implementation.ops, layer, LENGTHS, seed=1)
+        fresh = Paged(implementation, layer, LENGTHS, seed=1)
         index, _, length = row
         parts = [fresh.write([(index, at, min(at + 3, length))])[1] for at in range(0, length, 3)]
         assert_same_bits(torch.cat(parts), whole[row])
