@@ -1,4 +1,4 @@
-"""The C++ choice at every level of this CPU: noise against plain Python, all else bit for bit against the torch path."""
+"""The C++ choice at every level of this CPU: noise against plain Python, the rest against torch, bit for bit."""
 
 from __future__ import annotations
 
