@@ -47,8 +47,12 @@ class Report:
     cached_tokens: int
     drafted_tokens: int
     accepted_tokens: int
+    input_tokens_per_s: float
+    """prompt tokens of completed requests that no prefix cache held, over the whole run"""
+    client_cpu_s: float
+    """CPU time of the load generator"""
     client_cpu_share: float
-    """CPU time of the load generator per second of the run: 1.0 is one whole core"""
+    """the same per second of the run: 1.0 is one whole core"""
     late_start_s: float
     """open loop: by how much the generator missed a request's due time, at worst"""
 
@@ -85,6 +89,7 @@ def summarise(workload: Workload, records: Sequence[Record], cpu_s: float) -> Re
     start_s = min((record.started_s for record in records), default=0.0)
     duration_s = max((record.ended_s for record in records), default=0.0) - start_s
     output_tokens = sum(record.num_tokens for record in records)
+    input_tokens = sum(workload.input_tokens - record.cached_tokens for record in completed)
     return Report(
         workload=workload,
         duration_s=duration_s,
@@ -106,6 +111,8 @@ def summarise(workload: Workload, records: Sequence[Record], cpu_s: float) -> Re
         cached_tokens=sum(record.cached_tokens for record in records),
         drafted_tokens=sum(record.drafted_tokens for record in records),
         accepted_tokens=sum(record.accepted_tokens for record in records),
+        input_tokens_per_s=input_tokens / duration_s if duration_s > 0 else 0.0,
+        client_cpu_s=cpu_s,
         client_cpu_share=cpu_s / duration_s if duration_s > 0 else 0.0,
         late_start_s=max((record.started_s - record.due_s for record in records), default=0.0),
     )

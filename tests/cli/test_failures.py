@@ -76,6 +76,7 @@ def test_no_such_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
         ["up", "--port", "70000"],
         ["up", "--kv-cache-gib", "-1"],
         ["bench", "--rate", "x"],
+        ["bench", "--concurrency", "1,x"],
         ["nothing"],
         [],
     ],

@@ -49,4 +49,5 @@ def test_a_run_by_hand() -> None:
     assert (report.inter_token_s.mean, report.inter_token_s.max) == (1.0, 1.5)
     assert report.time_per_output_token_s.mean == pytest.approx((2.0 / 2 + 1.0 / 2) / 2)
     assert (report.acceptance, report.client_cpu_share, report.late_start_s) == (0.25, 0.1, 0.5)
+    assert (report.client_cpu_s, report.input_tokens_per_s) == (0.5, 2 * 4 / 5)
     assert json.loads(json.dumps(report.as_json()))["workload"]["vocab_size"] == 10
