@@ -26,6 +26,10 @@ from worker.steps import StepOutcome
 logger = logging.getLogger("worker")
 
 HEALTH_PERIOD_S = 0.25
+SWITCH_INTERVAL_S = 0.0002
+"""How long the step thread may have to wait for the event loop's Python. A forward pass comes back from native code a
+few hundred times, and with the interpreter's own 5 ms a busy loop makes it a third longer. It is as long as the loop
+has to wait for a step's planning, so that most are planned without a break."""
 
 
 async def serve(config: WorkerConfig) -> int:
@@ -129,6 +133,7 @@ async def _build(config: WorkerConfig) -> Worker:
 def main() -> int:
     """Entry point; the exit status."""
     config = load(WorkerConfig, "worker")
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     logs.setup("worker")
     try:
         return event_loop.run(serve(config))

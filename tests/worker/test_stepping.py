@@ -19,6 +19,7 @@ class GatedExecutor:
     def __init__(self) -> None:
         self.permits = threading.Semaphore(0)
         self.entered: list[int] = []
+        self.second = threading.Event()
         self.running = 0
         self.error: Exception | None = None
 
@@ -26,6 +27,8 @@ class GatedExecutor:
         self.running += 1
         assert self.running == 1
         self.entered.append(step.number)
+        if len(self.entered) == 2:
+            self.second.set()
         assert self.permits.acquire(timeout=10)
         self.running -= 1
         if self.error is not None:
@@ -61,6 +64,19 @@ async def test_steps_run_one_after_the_other_and_no_more_than_two_are_taken(thre
     assert [await next_number(outcomes) for _ in range(2)] == [2, 3]
     assert executor.entered == [1, 2, 3]
     assert steps.running_step_s() == 0
+
+
+async def test_a_queued_step_begins_before_the_loop_looks_at_the_one_before(thread: Any) -> None:
+    """The device doesn't wait for the loop thread, which is away from here to the assertions."""
+    steps, executor, outcomes = thread
+    executor.permits.release(1)
+    steps.submit(Step(1, 1, 1))
+    steps.submit(Step(1, 1, 2))
+    assert executor.second.wait(10)
+    assert executor.entered == [1, 2]
+    assert outcomes.empty()
+    executor.permits.release(1)
+    assert [await next_number(outcomes) for _ in range(2)] == [1, 2]
 
 
 async def test_settling_waits_for_the_running_step_and_drops_the_queued(thread: Any) -> None:
