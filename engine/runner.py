@@ -20,6 +20,7 @@ from engine.decoder_route import DecoderModel, decoder_spec, refusal
 from engine.description import Undescribed
 from engine.errors import UnsupportedModel
 from engine.kernels.selection import KERNELS, select_ops
+from engine.kernels.threads import use_threads
 from engine.kv_cache import (
     LayerShape,
     MemoryRequest,
@@ -119,6 +120,8 @@ class ModelRunner:
             torch.set_num_threads(wanted.threads)
         facts = check_supported(Path(folder))
         dtype, device = resolve_dtype(wanted.dtype), resolve_device(wanted.device)
+        if device.type == "cpu":
+            use_threads(wanted.threads, progress)
         # What the pool needs is known exactly only once the model is there; this is refused before reading gigabytes.
         require_weights_fit(
             facts.num_parameters * dtype.itemsize,

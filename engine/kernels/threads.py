@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from engine.kernels.cpp_linear import load_operations
+from engine.kernels.build import NoKernels, library
+from engine.progress import Progress
 
 _CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")
 """a container's share of time: microseconds (or "max") per period of microseconds"""
@@ -49,10 +50,16 @@ def cores_to_pin(num_threads: int) -> list[int]:
     return cores[:num_threads] if chosen and num_threads <= len(cores) else []
 
 
-def use_threads(num_threads: int | None = None) -> int:
-    """Make the kernels use that many threads (None: the default) and return how many. Raises build.NoKernels."""
-    load_operations()
+def use_threads(num_threads: int | None = None, progress: Progress | None = None) -> int:
+    """Make the kernels use that many threads (None: the default) and return how many.
+
+    The kernels are built first if need be, which is told to `progress`. Where there are none, nothing happens.
+    """
     wanted = num_threads or default_threads()
+    try:
+        library(progress)
+    except NoKernels:
+        return wanted
     if wanted != torch.ops.tandem.num_threads():
         torch.ops.tandem.set_threads(wanted, cores_to_pin(wanted))
     return wanted
