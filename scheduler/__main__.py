@@ -5,20 +5,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import socket
 import sys
+import uuid
 
 from tandem.v1 import admin_pb2_grpc, scheduler_pb2_grpc
 
-from cluster import config, health, logs
+from cluster import config, event_loop, health, logs
 from cluster.server import CannotBind, add_health, add_reflection, bind, create_server, join_address, run_until_signal
+from cluster.state import open_state
 from cluster.telemetry import Telemetry
 from scheduler.config import SchedulerConfig
+from scheduler.leadership import Leadership
 from scheduler.loop import Cell
 from scheduler.metrics import CellCollector
 from scheduler.servicer import AdminServicer, SchedulerServicer
 
 SERVICES = ("tandem.v1.SchedulerService", "tandem.v1.AdminService")
 REFLECTED = (*SERVICES, health.SERVICE_NAME)
+HAND_OVER_TIMEOUT_S = 5.0
 logger = logging.getLogger(__name__)
 
 
@@ -26,31 +31,55 @@ async def serve(settings: SchedulerConfig) -> None:
     """Serve until told to stop. Raises CannotBind."""
     cell = Cell(settings)
     server = create_server()
-    scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(SchedulerServicer(cell), server)
-    admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(cell), server)
+    port = bind(server, settings.host, settings.port)
+    leadership = Leadership(
+        cell,
+        open_state(settings.state, settings.cluster),
+        cell_name=settings.cell,
+        scheduler_id=uuid.uuid4().hex,
+        address=settings.advertise or join_address(_reachable(settings.host), port),
+        ttl_s=settings.lease_ttl_s,
+    )
+    scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(SchedulerServicer(cell, leadership), server)
+    admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(cell, leadership), server)
     serving = add_health(server)
     add_reflection(server, REFLECTED)
-    port = bind(server, settings.host, settings.port)
     telemetry = Telemetry("scheduler")
     telemetry.registry.register(CellCollector(cell))
     metrics_port = await telemetry.serve(settings.host, settings.metrics_port)
+    await leadership.start()
     await server.start()
-    for name in ("", *SERVICES):
-        serving.set(name, True)
-    watch = asyncio.create_task(cell.watch())
+    tasks = [asyncio.create_task(cell.watch()), asyncio.create_task(_report_health(serving, leadership))]
     logs.event(logger, "serving", address=join_address(settings.host, port), term=cell.term, metrics_port=metrics_port)
 
     async def drain() -> None:
-        cell.drain()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(cell.gateways.idle.wait(), settings.drain_timeout_s)
+        if not await leadership.hand_over(HAND_OVER_TIMEOUT_S):
+            cell.drain()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(cell.gateways.idle.wait(), settings.drain_timeout_s)
+        await leadership.close()
 
     try:
         ready = f"READY scheduler {join_address(settings.host, port)}"
         await run_until_signal(server, drain, health=serving, grace_s=1.0, ready=ready)
     finally:
-        watch.cancel()
+        for task in tasks:
+            task.cancel()
+        await leadership.close()
         await telemetry.close()
+
+
+def _reachable(host: str) -> str:
+    """What others dial: a wildcard address says nothing about where this machine is."""
+    return socket.gethostname() if host in ("0.0.0.0", "::", "") else host
+
+
+async def _report_health(serving: health.Health, leadership: Leadership) -> None:
+    """The process serves; the service that gateways and workers call does while this scheduler leads."""
+    for name in ("", "tandem.v1.AdminService"):
+        serving.set(name, True)
+    async for view in leadership.watch():
+        serving.set("tandem.v1.SchedulerService", view.leading)
 
 
 def main() -> int:
@@ -58,7 +87,7 @@ def main() -> int:
     settings = config.load(SchedulerConfig, "scheduler")
     logs.setup("scheduler")
     try:
-        asyncio.run(serve(settings))
+        event_loop.run(serve(settings))
     except CannotBind as error:
         print(f"scheduler: {error}", file=sys.stderr)
         return 1

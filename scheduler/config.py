@@ -11,6 +11,25 @@ class SchedulerConfig:
 
     host: str = field(default="127.0.0.1", metadata={"help": "address to listen on"})
     port: int = field(default=50052, metadata={"help": "port to listen on; 0: any free one", "min": 0, "max": 65535})
+    advertise: str = field(
+        default="",
+        metadata={
+            "help": "HOST:PORT that others dial, where it differs from the one listened on",
+            "metavar": "HOST:PORT",
+        },
+    )
+    state: str = field(
+        default="memory",
+        metadata={
+            "help": "where schedulers agree on who leads: memory (there is only this one) or redis://HOST:PORT/DB",
+            "metavar": "memory|URL",
+        },
+    )
+    cluster: str = field(default="tandem", metadata={"help": "the cluster's name within that state"})
+    cell: str = field(default="main", metadata={"help": "the cell that this scheduler leads or stands by for"})
+    lease_ttl_s: float = field(
+        default=1.5, metadata={"help": "a leader silent towards the shared state for so long is replaced", "min": 0.1}
+    )
     metrics_port: int = field(default=-1, metadata={"help": "port of /metrics; 0: any free one, -1: none", "min": -1})
     max_waiting: int = field(default=1024, metadata={"help": "most choices in the queue", "min": 1})
     token_budget: int = field(default=512, metadata={"help": "most tokens one step may process", "min": 1})
@@ -29,3 +48,12 @@ class SchedulerConfig:
         default=10.0, metadata={"help": "how long a lost gateway's requests are kept for it", "min": 0.0}
     )
     drain_timeout_s: float = field(default=60.0, metadata={"help": "longest wait for live requests on SIGTERM"})
+
+    def validate(self) -> None:
+        """Raise ValueError for what no single field shows."""
+        for name in ("cluster", "cell", "advertise"):
+            value = getattr(self, name)
+            if any(character.isspace() or character in "{}/" for character in value) or not (
+                value or name == "advertise"
+            ):
+                raise ValueError(f"--{name} is a name without spaces, slashes and braces, not {value!r}")

@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Iterable
 from typing import Any
 
 from tandem.v1 import scheduler_pb2
 
 from cluster import errors
-from cluster.lease import MemoryLease
 from cluster.logs import event
 from scheduler import convert
 from scheduler.config import SchedulerConfig
@@ -32,8 +30,6 @@ from scheduler.workers import DraftLink, WorkerLink
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.25
-# Terms are milliseconds of a clock; what lies thousands of years ahead is garbage, and would leave no room above it.
-MAX_TERM = 1 << 48
 
 
 class Cell:
@@ -52,8 +48,8 @@ class Cell:
         )
         self.links: dict[str, WorkerLink] = {}
         self.drafters: dict[str, DraftLink] = {}
-        self._lease = MemoryLease()
-        self.term = self._lease.acquire(0, time.time_ns() // 1_000_000)
+        self.term = 0
+        """of the current leadership; 0: a standby, whom nobody may be connected to (see `scheduler.leadership`)"""
         self._epoch = 0
         self._planning = False
         self._last_tick: float | None = None
@@ -64,9 +60,8 @@ class Cell:
 
     # ------------------------------------------------------------------------------------------------- gateways
 
-    def open_session(self, gateway_id: str, highest_term: int) -> Session:
+    def open_session(self, gateway_id: str) -> Session:
         """A gateway connects; an older session of the same gateway ends."""
-        self._outbid(highest_term)
         return self.gateways.open(gateway_id)
 
     def drain(self) -> None:
@@ -79,7 +74,6 @@ class Cell:
     def attach(self, hello: Any) -> WorkerLink:
         """A worker connects. Raises errors.InvalidField for a Hello that can't work."""
         spec = convert.worker_spec(hello)
-        self._outbid(hello.highest_term)
         now = self._loop.time()
         self._epoch += 1
         old = self.links.pop(hello.worker_id, None)
@@ -151,7 +145,6 @@ class Cell:
 
     def announce(self, hello: Any) -> DraftLink:
         """A draft worker connects."""
-        self._outbid(hello.highest_term)
         old = self.drafters.get(hello.worker_id)
         if old is not None:
             old.closed.set()
@@ -232,17 +225,19 @@ class Cell:
 
     # ---------------------------------------------------------------------------------------------------- terms
 
-    def _outbid(self, highest_term: int) -> None:
-        """A peer has seen a higher term: acquire anew, and let every peer attach under the new one."""
-        if highest_term <= self.term:
-            return
-        if highest_term > MAX_TERM:
-            event(logger, "a peer's term is no term", level=logging.WARNING, term=highest_term)
-            return
-        self.term = self._lease.acquire(highest_term, time.time_ns() // 1_000_000)
-        event(logger, "leadership acquired anew", term=self.term, level=logging.WARNING)
+    def lead(self, term: int) -> None:
+        """Lead under this term from now on; whoever is connected must come again, and is told the new one."""
+        self.term = term
+        self._disconnect_all("new term")
+
+    def step_down(self) -> None:
+        """Another scheduler leads: gateways take their requests there, and workers what they hold."""
+        self.term = 0
+        self._disconnect_all("no longer leading")
+
+    def _disconnect_all(self, why: str) -> None:
         for link in list(self.links.values()):
-            self.detach(link, crashed=False, why="new term")
+            self.detach(link, crashed=False, why=why)
         for session in list(self.gateways.sessions.values()):
             session.close()
         for drafter in list(self.drafters.values()):

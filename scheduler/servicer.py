@@ -13,6 +13,7 @@ from tandem.v1 import admin_pb2, admin_pb2_grpc, scheduler_pb2, scheduler_pb2_gr
 from cluster import errors
 from cluster.logs import event
 from scheduler import convert, sessions
+from scheduler.leadership import Leadership
 from scheduler.loop import Cell
 from scheduler.workers import WorkerLink
 
@@ -51,14 +52,24 @@ async def _converse(*directions: Any) -> None:
 
 
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
-    """Session, Attach and Announce."""
+    """Session, Attach and Announce, which only a leader answers, and WatchLeader, which tells who that is."""
 
-    def __init__(self, cell: Cell) -> None:
+    def __init__(self, cell: Cell, leadership: Leadership) -> None:
         self._cell = cell
+        self._leadership = leadership
+
+    async def _lead(self, highest_term: int, context: Any) -> None:
+        """Go on only as the leader, and above the term that the peer has seen."""
+        await self._leadership.heard(highest_term)
+        try:
+            self._leadership.require()
+        except errors.Unavailable as error:
+            await errors.abort(context, error)
 
     async def Session(self, request_iterator: Any, context: Any) -> None:
         hello = await _first(context)
-        session = self._cell.open_session(hello.gateway_id, hello.highest_term)
+        await self._lead(hello.highest_term, context)
+        session = self._cell.open_session(hello.gateway_id)
         try:
             await context.write(
                 scheduler_pb2.SessionResponse(welcome=scheduler_pb2.SessionWelcome(term=self._cell.term))
@@ -83,6 +94,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         message = await context.read()
         if message is grpc.aio.EOF or message.WhichOneof("message") != "hello":
             await errors.abort(context, errors.InvalidField("hello", "the first message must carry it"))
+        await self._lead(message.hello.highest_term, context)
         try:
             link = self._cell.attach(message.hello)
         except errors.TandemError as error:
@@ -112,7 +124,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             self._cell.drain_worker(link.worker_id)
 
     async def Announce(self, request_iterator: Any, context: Any) -> None:
-        link = self._cell.announce(await _first(context))
+        hello = await _first(context)
+        await self._lead(hello.highest_term, context)
+        link = self._cell.announce(hello)
 
         def heard(_: Any) -> None:
             link.last_heard = asyncio.get_running_loop().time()
@@ -123,12 +137,21 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         finally:
             self._cell.withdraw(link)
 
+    async def WatchLeader(self, request: Any, context: Any) -> None:
+        async for view in self._leadership.watch():
+            await context.write(
+                scheduler_pb2.WatchLeaderResponse(
+                    cell=view.cell, leading=view.leading, term=view.term, leader=view.leader, schedulers=view.schedulers
+                )
+            )
+
 
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     """GetStatus and Drain."""
 
-    def __init__(self, cell: Cell) -> None:
+    def __init__(self, cell: Cell, leadership: Leadership) -> None:
         self._cell = cell
+        self._leadership = leadership
 
     async def GetStatus(self, request: Any, context: Any) -> Any:
         cell, core = self._cell, self._cell.core
@@ -139,6 +162,9 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             waiting=core.num_waiting,
             running=core.num_running,
             draining=cell.gateways.draining,
+            cell=self._leadership.view.cell,
+            leading=self._leadership.view.leading,
+            leader=self._leadership.view.leader,
         )
         for link in sorted(cell.links.values(), key=lambda one: one.worker_id):
             worker = core.workers[link.worker_id]

@@ -38,6 +38,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.loop import Cell
 from scheduler.servicer import SchedulerServicer
 from tests.integration.harness import MODEL
+from tests.scheduler.peers import leading
 from worker.attachment import Attachment
 from worker.drafting import DraftLink
 from worker.executor import Executor, NoDrafting
@@ -159,7 +160,9 @@ async def whole_cell(
     async with contextlib.AsyncExitStack() as stack:
         cell = Cell(SchedulerConfig(port=0, **(scheduler or {})))
         server = create_server()
-        scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(SchedulerServicer(cell), server)
+        leadership = await leading(cell)
+        stack.push_async_callback(leadership.close)
+        scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(SchedulerServicer(cell, leadership), server)
         address = f"127.0.0.1:{bind(server, '127.0.0.1', 0)}"
         await server.start()
         stack.push_async_callback(server.stop, 0)

@@ -12,7 +12,7 @@ from cluster.server import bind, create_server
 from scheduler.config import SchedulerConfig
 from scheduler.loop import Cell
 from scheduler.servicer import AdminServicer, SchedulerServicer
-from tests.scheduler.peers import Served
+from tests.scheduler.peers import Served, leading
 
 
 @pytest.fixture
@@ -23,9 +23,10 @@ def settings() -> SchedulerConfig:
 @pytest.fixture
 async def served(settings: SchedulerConfig) -> AsyncIterator[Served]:
     cell = Cell(settings)
+    leadership = await leading(cell)
     server = create_server()
-    scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(SchedulerServicer(cell), server)
-    admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(cell), server)
+    scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(SchedulerServicer(cell, leadership), server)
+    admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(cell, leadership), server)
     port = bind(server, "127.0.0.1", 0)
     await server.start()
     channel = connect(f"127.0.0.1:{port}")
@@ -35,4 +36,5 @@ async def served(settings: SchedulerConfig) -> AsyncIterator[Served]:
     for task in running.tasks:
         task.cancel()
     await channel.close()
+    await leadership.close()
     await server.stop(0)

@@ -10,7 +10,16 @@ from typing import Any
 import grpc
 from tandem.v1 import admin_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc
 
+from cluster.state import MemoryState
+from scheduler.leadership import Leadership
 from scheduler.loop import Cell
+
+
+async def leading(cell: Cell) -> Leadership:
+    """Make a scheduler on its own lead its cell."""
+    leadership = Leadership(cell, MemoryState(), cell_name="main", scheduler_id="s1", address="s1:1", ttl_s=1.5)
+    await leadership.start()
+    return leadership
 
 
 @dataclass

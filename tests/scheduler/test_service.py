@@ -317,7 +317,7 @@ async def test_prompt_logprobs_are_computed_once_for_n_choices_and_never_from_ca
 
 
 async def test_a_gateway_that_does_not_read_gets_one_message_per_choice(served: Served) -> None:
-    session = served.cell.open_session("slow", 0)
+    session = served.cell.open_session("slow")
     await served.worker()
     served.cell.gateways.submit(session, submit(1, max_tokens=40))
     await until(lambda: not served.cell.core.requests)
