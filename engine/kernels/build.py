@@ -19,9 +19,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
+from threading import Lock
 
 import torch
 
@@ -84,8 +86,11 @@ def _load(progress: Progress | None) -> str:
 
 
 def level_number(level: str) -> int:
-    """What the operations take as `level`."""
-    return next(number for number, name in _LEVEL_NUMBERS.items() if name == level)
+    """What the operations take as `level`. Raises ValueError for one that there isn't."""
+    for number, name in _LEVEL_NUMBERS.items():
+        if name == level:
+            return number
+    raise ValueError(f"level {level!r} is not one of {', '.join(LEVELS)}")
 
 
 def built(progress: Progress | None = None) -> Path:
@@ -95,11 +100,14 @@ def built(progress: Progress | None = None) -> Path:
     path = folder / _NAME
     if path.is_file():
         return path
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not path.is_file():
-            _build(compiler, path, progress)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / ".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.is_file():
+                _build(compiler, path, progress)
+    except OSError as error:
+        raise NoKernels(f"the compiled kernels can't be kept: {error}; TANDEM_CACHE names another place") from error
     return path
 
 
@@ -151,17 +159,23 @@ def _build(compiler: str, path: Path, progress: Progress | None) -> None:
     jobs = _jobs()
     num_done = 0
 
+    def tell() -> None:
+        if progress:
+            progress("compiling the kernels (once)", num_done / (len(jobs) + 1))
+
     def compile_one(job: tuple[str, Path, tuple[str, ...]]) -> str:
         nonlocal num_done
         name, source, flags = job
         target = str(Path(folder) / f"{name}.o")
         _run([compiler, *_FLAGS, *_QUIET, *flags, "-c", str(source), "-o", target])
-        num_done += 1
-        if progress:
-            progress("compiling the kernels (once)", num_done / (len(jobs) + 1))
+        with telling:
+            num_done += 1
+            tell()
         return target
 
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+    telling = Lock()
+    tell()
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         objects = list(pool.map(compile_one, jobs))
         shared = path.with_suffix(".partial")
         libraries = Path(torch.__file__).parent / "lib"
@@ -175,5 +189,25 @@ def _run(command: list[str]) -> None:
         raise NoKernels(f"the kernels did not compile:\n{' '.join(command)}\n{done.stderr[-4000:]}")
 
 
+def _show(text: str, share: float | None) -> None:
+    """One moving line on a terminal."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K  [{'#' * round(20 * (share or 0)):<20}] {text}", end="", file=sys.stderr, flush=True)
+
+
+def main() -> int:
+    """Build what isn't built. Where that can't be, say why; only sources that don't compile are a failure."""
+    began = time.monotonic()
+    try:
+        level = library(_show)
+    except NoKernels as error:
+        text, failed = f"{error}; plain torch is used instead", "did not compile" in str(error)
+    else:
+        text, failed = f"{level}, {time.monotonic() - began:.0f} s", False
+    end_of_line = "\r\033[K" if sys.stderr.isatty() else ""
+    print(f"{end_of_line}kernels: {text}", file=sys.stderr)
+    return 1 if failed else 0
+
+
 if __name__ == "__main__":
-    print(f"{built()}: best level {library()}", file=sys.stderr)
+    sys.exit(main())

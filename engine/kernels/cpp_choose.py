@@ -7,6 +7,7 @@ engine.logprobs without kernels.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -71,3 +72,32 @@ class CppChoose:
     def gumbels(self, bits: torch.Tensor) -> torch.Tensor:
         """`noise.gumbel_from_bits`, float32 of int64."""
         return self._gumbels(self._level, bits)
+
+
+@cache
+def load_operations() -> str:
+    """Load the library, tell torch how the operations behave on tensors without data, and return the best level.
+
+    Raises `build.NoKernels`.
+    """
+    level = library()
+    for name in ("choose", "choose_truncated"):
+        torch.library.register_fake(f"tandem::{name}", _fake_choose)
+    torch.library.register_fake("tandem::logprobs", _fake_logprobs)
+    torch.library.register_fake("tandem::gumbels", lambda level, bits: torch.empty_like(bits, dtype=torch.float32))
+    return level
+
+
+def _fake_choose(level: int, logits: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+    return logits.new_empty(logits.shape[0], dtype=torch.int64)
+
+
+def _fake_logprobs(
+    level: int, logits: torch.Tensor, token_ids: torch.Tensor, num_top: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    num_rows = logits.shape[0]
+    return (
+        logits.new_empty((num_rows, 1 + num_top)),
+        logits.new_empty(num_rows, dtype=torch.int64),
+        logits.new_empty((num_rows, num_top), dtype=torch.int64),
+    )

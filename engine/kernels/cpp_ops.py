@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from engine.kernels import cpp_attention, cpp_linear
+from engine.kernels import cpp_attention, cpp_choose, cpp_linear
 from engine.kernels.build import level_number, sources_hash
 from engine.kernels.cpp_attention import CppCache
-from engine.kernels.cpp_choose import CppChoose
 from engine.kernels.ops import (
     ACTIVATIONS,
     AttentionRule,
@@ -47,7 +46,8 @@ class CppOps:
         if self._level > level_number(best):
             raise ValueError(f"this CPU has no {self.level}, its best level is {best}")
         cpp_attention.load_operations()
-        self._choose = CppChoose(self.level)
+        cpp_choose.load_operations()
+        self._choose = cpp_choose.CppChoose(self.level).choose
         ops = torch.ops.tandem
         self._embed = ops.embed.default
         self._rms_norm = ops.rms_norm.default
@@ -138,7 +138,7 @@ class CppOps:
         cpp_attention.attend(self._level, queries, rule, plan, _own(cache), out)
 
     def choose(self, logits: torch.Tensor, temperatures: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        return self._choose.choose(logits, temperatures, keys)
+        return self._choose(logits, temperatures, keys)
 
 
 def _own(cache: LayerCache) -> CppCache:
