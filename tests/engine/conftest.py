@@ -14,6 +14,7 @@ import torch
 
 from engine.batch import Batch, pad_tables
 from engine.default_model import fetch_default_model
+from engine.kernels import build, cpp_choose
 from engine.runner import ModelRunner
 from tests.engine.models import write_tiny_model
 
@@ -47,6 +48,21 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module", params=["kernels", "torch"])
+def each_sampling_route(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Sampling by the C++ kernels, where they can be had, and by torch."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "torch":
+            patch.setattr(cpp_choose, "kernels_for", lambda logits: None)
+        else:
+            try:
+                build.library()
+            except build.NoKernels as error:
+                pytest.skip(str(error))
+            assert cpp_choose.kernels_for(torch.empty(0)) is not None
+        yield
 
 
 @dataclass

@@ -14,6 +14,8 @@ from engine.logprobs import FLOOR, likeliest, position_logprobs, prompt_logprobs
 from engine.sampler import SampleRow, sample
 from engine.sampling_params import SamplingParams
 
+pytestmark = pytest.mark.usefixtures("each_sampling_route")
+
 
 def reference(logits: np.ndarray) -> tuple[np.ndarray, list[int]]:
     """float64 log-softmax and all ids by falling logit, rising id."""

@@ -9,6 +9,8 @@ from engine import processors
 from engine.sampler import SampleRow, sample
 from engine.sampling_params import SamplingParams
 
+pytestmark = pytest.mark.usefixtures("each_sampling_route")
+
 
 def row(
     params: SamplingParams,

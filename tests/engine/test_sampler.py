@@ -18,6 +18,8 @@ from engine import noise, sampler
 from engine.sampler import SampleResult, SampleRow, sample
 from engine.sampling_params import SamplingParams
 
+pytestmark = pytest.mark.usefixtures("each_sampling_route")
+
 VOCAB = 40
 NEAR = 1e-4
 
