@@ -1,7 +1,8 @@
 """Make or refresh `.venv`: what `make setup` runs, with any Python from 3.11 on.
 
-Nothing is done twice: a stamp in `.venv` holds what it was made from (place, Python, pyproject.toml, protos). A changed
-.proto only regenerates the stubs. pip's own settings (index, proxy, constraints) are the user's and are left alone.
+Nothing is done twice: a stamp in `.venv` holds what it was made from (place, Python, pyproject.toml, protos, kernels).
+A changed .proto only regenerates the stubs, a changed kernel is only compiled. pip's own settings (index, proxy,
+constraints) are the user's and are left alone.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
+KERNELS = ROOT / "engine" / "kernels"
 STAMP = VENV / "tandem-setup.json"
 EXTRAS = "engine,dev"
 MIN_FREE_GIB = 4.0
@@ -53,6 +55,9 @@ def wanted() -> dict[str, str]:
         "python": sys.version,
         "packages": hash_of([ROOT / "pyproject.toml", ROOT / "hatch_build.py", Path(__file__).resolve()]),
         "protos": hash_of(protos()),
+        "kernels": hash_of(
+            [*(ROOT / "engine" / "kernels" / "csrc").glob("*"), ROOT / "engine" / "kernels" / "build.py"]
+        ),
     }
 
 
@@ -156,6 +161,14 @@ def generate_stubs() -> None:
         raise SetupError(f"generating the stubs failed:\n{done.stdout}{done.stderr}")
 
 
+def build_kernels() -> None:
+    """Compile the C++ kernels now rather than in the first worker; without a compiler workers use plain torch."""
+    say("compiling the kernels (the first time takes a minute)")
+    done = subprocess.run([str(VENV / "bin" / "python"), "-m", "engine.kernels.build"], cwd=ROOT, check=False)
+    if done.returncode != 0:
+        say("the kernels are left out; everything works without them, slower")
+
+
 def say(text: str) -> None:
     print(f"setup: {text}", file=sys.stderr, flush=True)
 
@@ -207,11 +220,13 @@ def main() -> int:
         if present.get("packages") != target["packages"]:
             write_stamp({key: target[key] for key in ("place", "python")})
             install()
-        else:
+        elif present.get("protos") != target["protos"] or not stubs_exist():
             generate_stubs()
     except SetupError as error:
         say(str(error))
         return 1
+    if any(present.get(key) != target[key] for key in ("packages", "kernels")):
+        build_kernels()
     write_stamp(target)
     say("ready: .venv")
     return 0

@@ -24,6 +24,9 @@ def setup_venv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     script = shutil.copy(ROOT / "deploy" / "setup_venv.py", tmp_path / "deploy")
     (tmp_path / "protos").mkdir()
     (tmp_path / "protos" / "a.proto").write_text("syntax")
+    (tmp_path / "engine" / "kernels" / "csrc").mkdir(parents=True)
+    (tmp_path / "engine" / "kernels" / "build.py").touch()
+    (tmp_path / "engine" / "kernels" / "csrc" / "a.cpp").touch()
     spec = importlib.util.spec_from_file_location("setup_venv_under_test", script)
     assert spec is not None
     assert spec.loader is not None
@@ -48,6 +51,7 @@ def setup_venv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setattr(module, "make_venv", make_venv)
     monkeypatch.setattr(module, "install", install)
     monkeypatch.setattr(module, "generate_stubs", generate)
+    monkeypatch.setattr(module, "build_kernels", lambda: done.append("kernels"))
     return module
 
 
@@ -59,16 +63,18 @@ def steps(module: ModuleType) -> list[str]:
 
 
 def test_nothing_is_done_twice(setup_venv: ModuleType, tmp_path: Path) -> None:
-    assert steps(setup_venv) == ["venv", "install", "stubs"]
+    assert steps(setup_venv) == ["venv", "install", "stubs", "kernels"]
     assert steps(setup_venv) == []
     (tmp_path / "protos" / "a.proto").write_text("changed")
     assert steps(setup_venv) == ["stubs"]
     (tmp_path / "protos" / "a_pb2.py").unlink()
     assert steps(setup_venv) == ["stubs"]
+    (tmp_path / "engine" / "kernels" / "csrc" / "a.cpp").write_text("changed")
+    assert steps(setup_venv) == ["kernels"]
     (tmp_path / "pyproject.toml").write_text("changed")
-    assert steps(setup_venv) == ["install", "stubs"]
+    assert steps(setup_venv) == ["install", "stubs", "kernels"]
     shutil.rmtree(tmp_path / ".venv")
-    assert steps(setup_venv) == ["venv", "install", "stubs"]
+    assert steps(setup_venv) == ["venv", "install", "stubs", "kernels"]
     assert steps(setup_venv) == []
 
 
@@ -76,9 +82,9 @@ def test_a_checkout_that_moved_gets_a_new_environment(setup_venv: ModuleType, mo
     steps(setup_venv)
     stamp = setup_venv.made_from()
     setup_venv.write_stamp({**stamp, "place": "/elsewhere"})
-    assert steps(setup_venv) == ["venv", "install", "stubs"]
+    assert steps(setup_venv) == ["venv", "install", "stubs", "kernels"]
     setup_venv.write_stamp({**stamp, "python": "3.99"})
-    assert steps(setup_venv) == ["venv", "install", "stubs"]
+    assert steps(setup_venv) == ["venv", "install", "stubs", "kernels"]
 
 
 def test_the_environments_own_python_never_deletes_itself(
@@ -111,7 +117,7 @@ def test_a_failed_install_is_told_and_the_next_run_goes_on(
     assert setup_venv.main() == 1
     assert "setup: pip install failed" in capsys.readouterr().err
     monkeypatch.setattr(setup_venv, "install", install)
-    assert steps(setup_venv) == ["install", "stubs"], "the environment itself is kept"
+    assert steps(setup_venv) == ["install", "stubs", "kernels"], "the environment itself is kept"
 
 
 @pytest.mark.parametrize(

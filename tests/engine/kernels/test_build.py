@@ -19,7 +19,10 @@ from engine import packed_linear
 from engine.kernels import build
 
 _TINY = {
-    "library.cpp": '#include "value.h"\nextern "C" __attribute__((visibility("default"))) int answer() { return kValue; }\n',
+    "library.cpp": """
+#include "value.h"
+extern "C" __attribute__((visibility("default"))) int answer() { return kValue; }
+""",
     "value.h": "constexpr int kValue = 42;\n",
     "kernel.cpp": "namespace tandem::TANDEM_LEVEL { int nothing() { return 0; } }\n",
     "threads.cpp": "",
@@ -28,7 +31,7 @@ _TINY = {
 
 @pytest.fixture
 def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A small library instead of the kernels, without torch's slow headers, in a cache of its own, nothing decided yet."""
+    """A small library instead of the kernels, and without torch's slow headers; an empty cache, nothing decided."""
     if shutil.which(os.environ.get("CXX", "c++")) is None:
         pytest.skip("no C++ compiler")
     folder = tmp_path / "csrc"
