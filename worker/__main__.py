@@ -27,9 +27,9 @@ logger = logging.getLogger("worker")
 
 HEALTH_PERIOD_S = 0.25
 SWITCH_INTERVAL_S = 0.0002
-"""How long the step thread may have to wait for the event loop's Python. A forward pass comes back from native code a
-few hundred times, and with the interpreter's own 5 ms a busy loop makes it a third longer. It is as long as the loop
-has to wait for a step's planning, so that most are planned without a break."""
+"""Longest that the Python of one thread keeps the others waiting. The step thread comes back from native code hundreds
+of times in a forward pass, and at the interpreter's own 5 ms a busy event loop makes the pass a third longer. Planning
+a step fits into it, so the next pass begins before the loop takes its turn."""
 
 
 async def serve(config: WorkerConfig) -> int:

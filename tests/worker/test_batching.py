@@ -20,13 +20,14 @@ def test_equals_token_by_token(data: st.DataObject) -> None:
     table = SequenceTable(Limits(1000, 64, 400, BLOCK, 8), choice_seed)
     free = data.draw(st.permutations(range(400)))
     plans = []
+    decodes = data.draw(st.booleans())
     slots = data.draw(st.lists(st.integers(0, 7), min_size=1, max_size=8, unique=True))
     for row, slot in enumerate(slots):
         known = data.draw(st.integers(1, 40))
-        start = data.draw(st.integers(0, known - 1))
+        start = known - 1 if decodes else data.draw(st.integers(0, known - 1))
         count = data.draw(st.integers(1, known - start))
         samples = start + count == known
-        draft = data.draw(st.lists(st.integers(0, 999), max_size=5)) if samples else []
+        draft = data.draw(st.lists(st.integers(0, 999), max_size=5)) if samples and not decodes else []
         blocks, free = list(free[:12]), free[12:]
         sequence = table.admit(
             Admission(
@@ -64,3 +65,5 @@ def test_equals_token_by_token(data: st.DataObject) -> None:
         assert ids.tolist() == table.block_tables[plan.sequence.slot, : len(ids)].tolist()
         assert len(ids) * BLOCK >= context
     assert (batch.token_ids.dtype, batch.positions.dtype, batch.slot_mapping.dtype) == (np.int32, np.int32, np.int64)
+    assert (batch.query_starts.dtype, batch.context_lens.dtype, batch.block_tables.dtype) == (np.int32,) * 3
+    assert batch.logit_indices.dtype == np.int64

@@ -7,7 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
+from engine.sampler import SampleResult, SampleRow, sample
+from worker import executor
 from worker.steps import Finish, SamplingParams
 
 PROMPT = [ord(c) for c in "It was a bright cold day in April"]
@@ -125,6 +128,32 @@ def test_processors_advance_position_by_position(
         drafting = scripted_drafting(knowing(tokens + [32] * 8, PROMPT, SPOILERS["perfect"]))
         assert run(drafting, k)[:3] == (tokens, logprobs, finish)
         assert run(drafting, k)[3] > 0 or len(tokens) < 3
+
+
+def test_counts_grow_with_the_sequence(
+    make_rig: Any, scripted_drafting: Any, monkeypatch: pytest.MonkeyPatch, knowing: Any, plain_tokens: Any
+) -> None:
+    """Penalties take what the sequence has counted so far, which is what counting its whole context would give."""
+    checked = 0
+
+    def sample_twice(logits: torch.Tensor, rows: list[SampleRow]) -> SampleResult:
+        nonlocal checked
+        result = sample(logits, rows)
+        assert sample(logits, [row._replace(counts=None) for row in rows]) == result
+        checked += sum(row.counts is not None for row in rows)
+        return result
+
+    monkeypatch.setattr(executor, "sample", sample_twice)
+    params = SamplingParams(temperature=1.0, max_tokens=24, **RULES["penalties"])  # type: ignore[arg-type]
+    plain = make_rig()
+    plain.step([(0, len(PROMPT), 0)], admissions=[plain.admission(0, PROMPT, params=params)])
+    truth = plain.generate(0)
+    rig = make_rig(scripted_drafting(knowing(truth, PROMPT, SPOILERS["wrong now and then"])))
+    rig.step([(0, len(PROMPT), 0)], admissions=[rig.admission(0, PROMPT, params=params)])
+    assert rig.generate(0, 3) == truth
+    assert checked > 2 * 24
+    assert len(rig.outcomes) < len(plain.outcomes)
+    assert truth != plain_tokens(PROMPT, 7, 1.0, 24), "the penalties changed nothing"
 
 
 def test_a_stop_token_is_emitted_and_ends_the_sequence(make_rig: Any, plain_tokens: Any) -> None:
