@@ -150,7 +150,7 @@ def test_counts_grow_with_the_sequence(
     truth = plain.generate(0)
     rig = make_rig(scripted_drafting(knowing(truth, PROMPT, SPOILERS["wrong now and then"])))
     rig.step([(0, len(PROMPT), 0)], admissions=[rig.admission(0, PROMPT, params=params)])
-    assert rig.generate(0, 3) == truth
+    assert rig.generate(0, 5) == truth
     assert checked > 2 * 24
     assert len(rig.outcomes) < len(plain.outcomes)
     assert truth != plain_tokens(PROMPT, 7, 1.0, 24), "the penalties changed nothing"
