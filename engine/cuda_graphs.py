@@ -55,7 +55,7 @@ class Recorder(Protocol):
     """How functions are recorded."""
 
     def record(self, function: Callable[[], torch.Tensor]) -> tuple[Graph, torch.Tensor]:
-        """The function's graph and the tensor that every replay writes its result to; that may be without values yet."""
+        """The function's graph and the tensor that replays write to, which holds nothing yet before the first."""
         ...
 
 

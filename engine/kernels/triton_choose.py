@@ -81,6 +81,21 @@ def winner_kernel(peaks, best, best_ids, chosen, num_tiles, TILES: tl.constexpr)
     tl.store(chosen + row, tl.where(is_usable, winner, -1).to(tl.int64))
 
 
+@triton.jit(do_not_specialize=["k0", "k1"])
+def noise_kernel(noise, k0, k1, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    low, high = tl.full((BLOCK,), 0, tl.uint32) + k0.to(tl.uint32), tl.full((BLOCK,), 0, tl.uint32) + k1.to(tl.uint32)
+    tl.store(noise + at, gumbel(low, high, at.to(tl.uint32)), at < count)
+
+
+def noise_of(key: tuple[int, int], vocab_size: int, device: torch.device) -> torch.Tensor:
+    """float32 [vocab_size]: `engine.noise.gumbel` under this row key, as `choose` computes it; for tests."""
+    noise = torch.empty(vocab_size, dtype=torch.float32, device=device)
+    grid = (triton.cdiv(vocab_size, _TILE),)
+    noise_kernel[grid](noise, *key, vocab_size, BLOCK=_TILE, enable_fp_fusion=False)
+    return noise
+
+
 def choose(logits: torch.Tensor, temperatures: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """As `ops.Ops.choose`, with the result, int64 [L], left on the device; temperatures and keys are there too."""
     num_rows, vocab_size = logits.shape

@@ -161,12 +161,11 @@ def _tile_of(program, num_rows, out_features, BLOCK_T: tl.constexpr, BLOCK_N: tl
     return first + within % size, within // size
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit
 def epilogue_kernel(
     sums,  # float32 [T, N] or [T, 2N], contiguous
     bias,
     out,
-    num_rows,
     out_features,
     out_stride,
     scale,
@@ -239,12 +238,16 @@ def multiply_by_library(x: torch.Tensor, weight: PackedLinear, epilogue: Epilogu
         sums = torch.mm(x, weight.data.t(), out_dtype=torch.float32)
     else:
         sums = torch.mm(x.float(), weight.data.float().t())
+    finish(sums, weight, epilogue, out)
+
+
+def finish(sums: torch.Tensor, weight: PackedLinear, epilogue: Epilogue, out: torch.Tensor) -> None:
+    """The epilogue alone: sums float32 [T, N], or [T, 2N] of a gated weight, into out [T, N]."""
     block = min(1024, triton.next_power_of_2(weight.out_features))
-    epilogue_kernel[(len(x), triton.cdiv(weight.out_features, block))](
+    epilogue_kernel[(len(sums), triton.cdiv(weight.out_features, block))](
         sums,
-        weight.data if weight.bias is None else weight.bias,
+        sums if weight.bias is None else weight.bias,
         out,
-        len(x),
         weight.out_features,
         out.stride(0),
         epilogue.scale,
