@@ -5,7 +5,8 @@ keys and values of the whole packed batch. `attend` writes keys and values to th
 all context back through the block tables. transformers builds no mask for an implementation it has no mask for; what a
 query may see follows from its position and the layer's window.
 
-The arithmetic is float32 whatever the model's dtype, one online-softmax merge over tiles (Milakov & Gimelshein,
+A layer whose memory is the C++ kernels' is theirs (engine/kernels/csrc/attention.cpp). The rest is plain torch. Its
+arithmetic is float32 whatever the model's dtype, one online-softmax merge over tiles (Milakov & Gimelshein,
 arXiv:1805.02867) in the order of positions. For tile j with scores s: m_j = max s, l_j = Σ exp(s − m_j),
 o_j = Σ exp(s − m_j) v; with M = max_j m_j the result is Σ_j e^(m_j − M) o_j / Σ_j e^(m_j − M) l_j.
 
@@ -25,6 +26,10 @@ from torch import nn
 from transformers import AttentionInterface
 
 from engine.attention_plan import KEY_TILE, PRODUCTS_PER_GROUP, QUERY_BLOCK, AttentionPlan, Wave
+from engine.kernels import cpp_attention
+from engine.kernels.build import level_number
+from engine.kernels.cpp_attention import CppCache
+from engine.kernels.ops import AttentionRule
 from engine.kv_cache import KvCache, LayerShape
 
 ATTENTION_NAME = "tandem_paged"
@@ -124,6 +129,7 @@ class PagedStep:
     def __init__(self, plan: AttentionPlan, cache: KvCache) -> None:
         self._plan = plan
         self._cache = cache
+        self._level = None if cache.level is None else level_number(cache.level)
 
     def attend(
         self,
@@ -136,6 +142,10 @@ class PagedStep:
         softcap: float | None,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
+        memory = self._cache.cpp.get(layer)
+        if memory is not None:
+            rule = AttentionRule(scaling, window, softcap, None if sinks is None else sinks.float().contiguous())
+            return self._attend_cpp(memory, query, key, value, rule)
         plan = self._plan
         num_heads, kv_heads = query.shape[1], key.shape[1]
         num_real = plan.num_tokens
@@ -158,6 +168,24 @@ class PagedStep:
         # [query blocks, kv_heads, QUERY_BLOCK, group, Dv] → [places, heads, Dv] → [1, T, heads, Dv]
         out = out.transpose(1, 2).reshape(-1, num_heads, value.shape[3])
         return out.index_select(0, plan.token_places)[None]
+
+    def _attend_cpp(
+        self, memory: CppCache, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: AttentionRule
+    ) -> torch.Tensor:
+        """As `attend`; the result is of the cache's dtype, zeros for padding tokens."""
+        assert self._level is not None
+        plan = self._plan.step_plan
+        queries, keys, values = (_token_major(x, memory.keys.dtype)[: len(plan.positions)] for x in (query, key, value))
+        cpp_attention.write(self._level, keys, values, plan.slots, memory)
+        out = queries.new_zeros((query.shape[2], *queries.shape[1:]))
+        cpp_attention.attend(self._level, queries, rule, plan, memory, out[: len(queries)])
+        return out[None]
+
+
+def _token_major(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[1, heads, T, D] → a view [T, heads, D] in which a head's elements are neighbours."""
+    x = x[0].to(dtype)
+    return (x if x.stride(-1) == 1 else x.contiguous()).transpose(0, 1)
 
 
 def _attend_wave(

@@ -14,11 +14,16 @@ of their positions. Keys that a query may not see weigh exactly 0, so it doesn't
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
+
 import numpy as np
 import torch
 
 from engine.batch import Batch
+from engine.kernels.ops import StepPlan
 from engine.kv_cache import places
+from engine.step_plan import StepPlanBuilder
 
 QUERY_BLOCK = 8
 """Queries per piece. A decode row has one and pays for all, a verified draft of four has five, and a prefill fetches
@@ -80,39 +85,67 @@ class Wave:
         return self._product_indices[kv_heads]
 
 
+@dataclass(frozen=True, slots=True)
+class _QueryBlocks:
+    """A batch's tokens in query blocks; n of them."""
+
+    row: np.ndarray
+    """[n]: the batch's row of each"""
+    tokens: np.ndarray
+    """[n, QUERY_BLOCK]: a place without a token of its own repeats the block's last, so that every query sees a key"""
+    positions: np.ndarray
+    """int64, as tokens"""
+
+
 class AttentionPlan:
-    """One batch's index arrays, shared by all layers with the same window."""
+    """One batch's index arrays, shared by all layers with the same window, and each made when first asked for."""
 
     def __init__(self, batch: Batch, num_padded: int, block_size: int, max_kv_heads: int, device: torch.device) -> None:
         """`num_padded`: tokens after padding, at least the batch's own."""
-        if KEY_TILE % block_size:
-            raise ValueError(f"block_size {block_size} must divide {KEY_TILE}")
         self._batch = batch
+        self._num_padded = num_padded
         self._block_size = block_size
         self._device = device
         self._max_pieces = max(1, _MAX_WAVE_PRODUCTS // max_kv_heads)
         self._waves: dict[int | None, list[Wave]] = {}
 
         self.num_tokens = len(batch.token_ids)
-        self._slots = self._to_device(batch.slot_mapping.astype(np.int64))
         self._places: dict[int, torch.Tensor] = {}
-        lengths = np.diff(batch.query_starts)
-        blocks_per_row = -(-lengths // QUERY_BLOCK)
-        self._row = np.repeat(np.arange(len(lengths)), blocks_per_row)
-        """row of each query block"""
-        ordinal = np.arange(len(self._row)) - np.repeat(np.cumsum(blocks_per_row) - blocks_per_row, blocks_per_row)
-        first_token = batch.query_starts[:-1][self._row] + ordinal * QUERY_BLOCK
-        end_token = np.minimum(first_token + QUERY_BLOCK, batch.query_starts[1:][self._row])
-        # A place without a token of its own repeats the block's last, so that every query sees at least one key.
-        tokens = np.minimum(first_token[:, None] + np.arange(QUERY_BLOCK), end_token[:, None] - 1)
-        self._positions = batch.positions[tokens].astype(np.int64)
-        """[query blocks, QUERY_BLOCK]"""
-        self.query_tokens = self._to_device(tokens.reshape(-1).astype(np.int64))
+
+    @cached_property
+    def step_plan(self) -> StepPlan:
+        """The batch for the C++ kernels, which cut it themselves."""
+        return StepPlanBuilder(self._device).build(self._batch)
+
+    @cached_property
+    def query_tokens(self) -> torch.Tensor:
         """int64 [query blocks * QUERY_BLOCK]: the flat token at each place"""
-        token_places = np.zeros(num_padded, dtype=np.int64)
-        token_places[tokens.reshape(-1)[::-1]] = np.arange(tokens.size - 1, -1, -1)
-        self.token_places = self._to_device(token_places)
+        return self._to_device(self._blocks.tokens.reshape(-1).astype(np.int64))
+
+    @cached_property
+    def token_places(self) -> torch.Tensor:
         """int64 [num_padded]: where each token's result lies; padding tokens take any"""
+        tokens = self._blocks.tokens.reshape(-1)
+        token_places = np.zeros(self._num_padded, dtype=np.int64)
+        token_places[tokens[::-1]] = np.arange(tokens.size - 1, -1, -1)
+        return self._to_device(token_places)
+
+    @cached_property
+    def _slots(self) -> torch.Tensor:
+        return self._to_device(self._batch.slot_mapping.astype(np.int64))
+
+    @cached_property
+    def _blocks(self) -> _QueryBlocks:
+        if KEY_TILE % self._block_size:
+            raise ValueError(f"block_size {self._block_size} must divide {KEY_TILE}")
+        starts, ends = self._batch.query_starts[:-1], self._batch.query_starts[1:]
+        blocks_per_row = -(-(ends - starts) // QUERY_BLOCK)
+        row = np.repeat(np.arange(len(starts)), blocks_per_row)
+        ordinal = np.arange(len(row)) - np.repeat(np.cumsum(blocks_per_row) - blocks_per_row, blocks_per_row)
+        first_token = starts[row] + ordinal * QUERY_BLOCK
+        end_token = np.minimum(first_token + QUERY_BLOCK, ends[row])
+        tokens = np.minimum(first_token[:, None] + np.arange(QUERY_BLOCK), end_token[:, None] - 1)
+        return _QueryBlocks(row, tokens, self._batch.positions[tokens].astype(np.int64))
 
     def places(self, kv_heads: int) -> torch.Tensor:
         """Where a layer of so many heads writes the batch's tokens: see `kv_cache.places`."""
@@ -127,10 +160,10 @@ class AttentionPlan:
         return self._waves[window]
 
     def _build_waves(self, window: int | None) -> list[Wave]:
-        last_tile = self._positions.max(axis=1) // KEY_TILE
+        last_tile = self._blocks.positions.max(axis=1) // KEY_TILE
         first_tile = np.zeros_like(last_tile)
         if window is not None:
-            first_tile = np.maximum(0, self._positions.min(axis=1) - window + 1) // KEY_TILE
+            first_tile = np.maximum(0, self._blocks.positions.min(axis=1) - window + 1) // KEY_TILE
         num_tiles = last_tile - first_tile + 1
         ends = np.cumsum(num_tiles)
         waves, start = [], 0
@@ -147,7 +180,7 @@ class AttentionPlan:
         tile = first_tile[query_block] + np.arange(len(query_block)) - first_piece[query_block]
 
         key_positions = tile[:, None] * KEY_TILE + np.arange(KEY_TILE)
-        distance = self._positions[blocks][query_block][:, :, None] - key_positions[:, None, :]
+        distance = self._blocks.positions[blocks][query_block][:, :, None] - key_positions[:, None, :]
         hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
 
         partly_hidden = np.flatnonzero(hidden.any(axis=(1, 2)))
@@ -157,7 +190,7 @@ class AttentionPlan:
         return Wave(
             query_blocks=blocks,
             piece_query_block=self._to_device(query_block),
-            kv_blocks=self._to_device(self._tile_blocks(self._row[blocks][query_block], tile)),
+            kv_blocks=self._to_device(self._tile_blocks(self._blocks.row[blocks][query_block], tile)),
             partly_hidden=self._to_device(partly_hidden),
             hidden=self._to_device(hidden[partly_hidden]),
             merge_order=self._to_device(np.where(absent, 0, steps) + first_piece),

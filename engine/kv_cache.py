@@ -1,9 +1,13 @@
-"""The memory that keys and values live in, and how much of it there is.
+"""The memory that keys and values live in on the transformers route, and how much of it there is on any.
 
-Per layer two tensors [num_blocks, kv_heads, block_size, head_dim]: a head's part of a block is one run of memory, and
-attention, which wants runs of one head's keys, gathers them in a single pass. A token's place is its slot,
-block_id * block_size + offset. Blocks start as zeros, and what is written is finite, so that a masked key's weight of 0
-times whatever an earlier owner left behind is 0.
+A token's place is its slot, block_id * block_size + offset. A layer's memory is one of two kinds:
+
+    C++      a CppCache, where the kernels run and can serve the layer's heads    (engine/kernels/cpp_attention.py)
+    torch    two tensors [num_blocks, kv_heads, block_size, head_dim]: a head's part of a block is one run of memory,
+             and attention, which wants runs of one head's keys, gathers them in a single pass
+
+Blocks start as zeros, and what is written is finite, so that a masked key's weight of 0 times whatever an earlier owner
+left behind is 0. Both kinds take the same number of bytes.
 """
 
 from __future__ import annotations
@@ -11,10 +15,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from engine.errors import OutOfMemory
+from engine.kernels import cpp_attention
+from engine.kernels.cpp_attention import CppCache
+from engine.kernels.ops import HeadShape
+from engine.kernels.pages import zero_pages
 
 GIB = 1 << 30
 
@@ -33,19 +40,36 @@ class LayerShape:
 
 
 class KvCache:
-    """Keys and values of every layer."""
+    """Keys and values of every layer; `write` and `read` are for those in `torch_layers`."""
 
     def __init__(
-        self, layers: dict[int, LayerShape], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        layers: dict[int, LayerShape],
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        level: str | None = None,
     ) -> None:
+        """`level`: that of the C++ kernels, whose operations are loaded; None: torch for every layer."""
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.level = level
+        self.cpp: dict[int, CppCache] = {}
+        """the layers that the C++ kernels serve"""
         self._keys: dict[int, torch.Tensor] = {}
         self._values: dict[int, torch.Tensor] = {}
         for layer, shape in layers.items():
+            if level is not None and (memory := _cpp_memory(shape, num_blocks, block_size, dtype)):
+                self.cpp[layer] = memory
+                continue
             size = (num_blocks, shape.kv_heads, block_size)
             self._keys[layer] = _zeros((*size, shape.key_dim), dtype, device)
             self._values[layer] = _zeros((*size, shape.value_dim), dtype, device)
+
+    @property
+    def torch_layers(self) -> set[int]:
+        return set(self._keys)
 
     def write(self, layer: int, places: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """places int64 [T * kv_heads], from `places`; keys [T, kv_heads, key_dim]; values [T, kv_heads, value_dim]."""
@@ -69,9 +93,18 @@ def places(slots: torch.Tensor, kv_heads: int, block_size: int) -> torch.Tensor:
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # numpy's zeros are pages that the system hands out at first touch: a big pool costs nothing at start.
-    num_bytes = int(np.prod(shape)) * dtype.itemsize
-    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
+    return zero_pages(shape, dtype)
+
+
+def _cpp_memory(shape: LayerShape, num_blocks: int, block_size: int, dtype: torch.dtype) -> CppCache | None:
+    """None where the kernels can't serve such a layer."""
+    if shape.key_dim != shape.value_dim:
+        return None
+    try:
+        heads = HeadShape(shape.kv_heads, shape.kv_heads, shape.key_dim)
+        return cpp_attention.make_cache(num_blocks, block_size, heads, dtype)
+    except ValueError:
+        return None
 
 
 def bytes_per_block(layers: dict[int, LayerShape], block_size: int, dtype: torch.dtype) -> int:

@@ -9,9 +9,11 @@ import transformers
 from engine.attention import PagedStep
 from engine.attention_plan import KEY_TILE, PRODUCTS_PER_GROUP, QUERY_BLOCK, AttentionPlan
 from engine.batch import Batch
+from engine.kernels.cpp_ops import fingerprint as kernels_fingerprint
 from engine.kv_cache import KvCache
 from engine.loading import ModelFacts
 from engine.model import TiledModel, load_transformers_model
+from engine.packed_linear import packed_level
 from engine.progress import Progress
 
 
@@ -33,7 +35,6 @@ class TransformersModel:
         self.layers = self._model.layers
         self.fingerprint = (
             f"route=transformers products={self._model.products} "
-            f"attention={QUERY_BLOCK}x{KEY_TILE}x{PRODUCTS_PER_GROUP} "
             f"device={_place(device)} torch={torch.__version__} transformers={transformers.__version__}"
         )
         self._max_kv_heads = max(shape.kv_heads for shape in self.layers.values())
@@ -44,7 +45,12 @@ class TransformersModel:
         if KEY_TILE % block_size:
             raise ValueError(f"block_size {block_size} must divide {KEY_TILE}")
         self._block_size = block_size
-        self._cache = KvCache(self.layers, num_blocks, block_size, self.dtype, self.device)
+        level = packed_level(self.device, self.dtype)
+        self._cache = KvCache(self.layers, num_blocks, block_size, self.dtype, self.device, level)
+        if level is not None and self._cache.cpp:
+            self.fingerprint += f" attention={kernels_fingerprint(level)}"
+        if self._cache.torch_layers:
+            self.fingerprint += f" attention={QUERY_BLOCK}x{KEY_TILE}x{PRODUCTS_PER_GROUP}"
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """float32 logits [L, vocab_size]."""

@@ -32,9 +32,12 @@ class CppCache:
 
 
 def make_cache(num_blocks: int, block_size: int, heads: HeadShape, dtype: torch.dtype) -> CppCache:
-    """A layer's memory, zeros, of 2 · head_dim elements per slot and KV head. Raises ValueError for a shape that can't
-    be served: the block size and head_dim must be even, head_dim at most MAX_HEAD_DIM.
+    """A layer's memory, zeros, of 2 · head_dim elements per slot and KV head.
+
+    Raises ValueError for a shape that can't be served (the block size and head_dim must be even, head_dim at most
+    MAX_HEAD_DIM), and `build.NoKernels`.
     """
+    load_operations()
     _require(num_blocks >= 1, f"num_blocks {num_blocks} is less than 1")
     _require(block_size >= 2 and block_size % 2 == 0, f"block_size {block_size} is not an even number")
     _require(

@@ -209,7 +209,8 @@ class Ops(Protocol):
         out: torch.Tensor,
     ) -> None:
         """queries A [T, num_heads, head_dim] → out A [T, num_heads · head_dim]. A query at position p sees keys at
-        0 … p of its row's block table. Keys are reduced in partitions of 512 positions, merged in order.
+        0 … p of its row's block table. Keys are reduced in partitions of 512 positions, merged in order. Weights may
+        be rounded to A where they meet the values.
         """
         ...
 

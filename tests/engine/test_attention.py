@@ -1,4 +1,4 @@
-"""Paged attention against a dense float64 oracle."""
+"""Paged attention of the transformers route, by the C++ kernels and in plain torch, against a dense float64 oracle."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import torch
 from engine.attention import PagedStep
 from engine.attention_plan import AttentionPlan
 from engine.batch import Batch, pad_tables
+from engine.kernels import build
 from engine.kv_cache import KvCache, LayerShape
 
-HEADS, KV_HEADS, KEY_DIM, VALUE_DIM = 6, 2, 24, 16
+HEADS, KV_HEADS, KEY_DIM = 6, 2, 24
 SCALING = 0.37
 CPU = torch.device("cpu")
 
@@ -32,21 +33,35 @@ def dense(query, keys, values, positions, window, softcap, sinks):
     return (scores.softmax(-1) @ values).transpose(0, 1)
 
 
+@pytest.fixture(params=["kernels", "torch"])
+def level(request):
+    """The level of the C++ kernels, or None for plain torch."""
+    if request.param == "torch":
+        return None
+    try:
+        return build.library()
+    except build.NoKernels as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("value_dim", [24, 16])
 @pytest.mark.parametrize("window", [None, 1, 70])
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("with_sinks", [False, True])
-def test_against_dense_float64(window, softcap, with_sinks):
+def test_against_dense_float64(level, value_dim, window, softcap, with_sinks):
     draw = random.Random(1)
     torch.manual_seed(1)
     block_size, num_blocks = 8, 120
-    cache = KvCache({4: LayerShape(KV_HEADS, KEY_DIM, VALUE_DIM)}, num_blocks, block_size, torch.float32, CPU)
+    layers = {4: LayerShape(KV_HEADS, KEY_DIM, value_dim)}
+    cache = KvCache(layers, num_blocks, block_size, torch.float32, CPU, level)
+    assert (4 in cache.cpp) == (level is not None and value_dim == KEY_DIM)
     free = list(range(num_blocks))
     draw.shuffle(free)
     sinks = torch.randn(HEADS, dtype=torch.float64) if with_sinks else None
     # (context before the step, tokens of the step): fresh, decode, over tile edges, chunk in the middle
     rows = [(0, 3), (63, 1), (64, 1), (130, 1), (60, 9), (0, 130), (100, 17)]
     all_keys = [torch.randn(KV_HEADS, before + new, KEY_DIM, dtype=torch.float64) for before, new in rows]
-    all_values = [torch.randn(KV_HEADS, before + new, VALUE_DIM, dtype=torch.float64) for before, new in rows]
+    all_values = [torch.randn(KV_HEADS, before + new, value_dim, dtype=torch.float64) for before, new in rows]
     tables = [[free.pop() for _ in range(-(-(before + new) // block_size))] for before, new in rows]
 
     def run(step_rows):
@@ -80,7 +95,7 @@ def test_against_dense_float64(window, softcap, with_sinks):
     run([(index, 0, before) for index, (before, _) in enumerate(rows) if before])
     query, out = run([(index, before, before + new) for index, (before, new) in enumerate(rows)])
     assert out.shape[0] == 1
-    assert out.shape[2:] == (HEADS, VALUE_DIM)
+    assert out.shape[2:] == (HEADS, value_dim)
     start = 0
     for index, (before, new) in enumerate(rows):
         positions = list(range(before, before + new))

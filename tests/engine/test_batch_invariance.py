@@ -130,7 +130,9 @@ class Products(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
-        if func.namespace == "tandem":
+        if name in ("attend", "write_cache"):
+            pass  # the kernels cut these themselves; tests/engine/kernels compares the bits
+        elif func.namespace == "tandem":
             self.shapes.add((name, *(tuple(x.shape) for x in args[2:4] if isinstance(x, torch.Tensor))))
         elif any(word in name for word in ("mm", "linear", "matmul", "einsum", "attention", "conv")):
             self.shapes.add((name, *(tuple(x.shape) for x in args if isinstance(x, torch.Tensor))))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from engine.errors import OutOfMemory
+from engine.kernels import build
 from engine.kv_cache import (
     GIB,
     KvCache,
@@ -47,6 +48,20 @@ def test_values_are_kept_finite():
     faults = torch.tensor([torch.nan, torch.inf, -torch.inf, 1.0]).expand(1, 2, 4)
     cache.write(0, places(torch.tensor([0]), 2, 4), faults, faults)
     assert cache.read(0, torch.arange(4))[1].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_that_the_kernels_serve(dtype):
+    try:
+        level = build.library()
+    except build.NoKernels as error:
+        pytest.skip(str(error))
+    layers = {0: LayerShape(2, 4, 4), 1: LayerShape(1, 8, 6), 2: LayerShape(3, 80, 80), 3: LayerShape(1, 7, 7)}
+    cache = KvCache(layers, 5, 16, dtype, CPU, level)
+    assert (set(cache.cpp), cache.torch_layers) == ({0, 2}, {1, 3})
+    in_kernels = sum(memory.keys.nbytes + memory.values.nbytes for memory in cache.cpp.values())
+    assert in_kernels == 5 * bytes_per_block({index: layers[index] for index in cache.cpp}, 16, dtype)
+    assert KvCache(layers, 5, 1, dtype, CPU, level).torch_layers == {0, 1, 2, 3}
 
 
 def test_bytes_per_block():

@@ -9,6 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from engine.kernels import cpp_attention
+from engine.kernels.build import level_number
+from engine.kv_cache import places
+
 ARCHITECTURES = [
     "llama-grouped-biases",
     "llama-multi-query-tied",
@@ -134,6 +138,13 @@ def test_a_step_without_logits(tiny_model, load_runner, sequences):
     assert torch.equal(state.run(("a", 17, [20])), expected)
 
 
+def poison(cache, layer, slots, rows):
+    if layer in cache.cpp:
+        cpp_attention.write(level_number(cache.level), rows, rows, slots, cache.cpp[layer])
+    else:
+        cache.write(layer, places(slots, rows.shape[1], cache.block_size), rows, rows)
+
+
 def test_a_poisoned_neighbour_and_a_stale_block_change_nothing(tiny_model, load_runner, sequences):
     """NaN and infinity in one sequence's KV stay there, also for the next owner of its blocks."""
     runner = load_runner(tiny_model("llama-grouped-biases"), num_blocks=4)
@@ -141,9 +152,8 @@ def test_a_poisoned_neighbour_and_a_stale_block_change_nothing(tiny_model, load_
     clean = sequences(runner).run(("a", 0, prompt))
     for layer in range(3):
         for fault, slots in ((torch.nan, range(10, 40)), (torch.inf, range(40, 64))):
-            places = torch.tensor([(slot // 16 * 2 + head) * 16 + slot % 16 for slot in slots for head in range(2)])
             rows = torch.full((len(slots), 2, 16), fault)
-            runner._model._cache.write(layer, places, rows, rows)
+            poison(runner._model._cache, layer, torch.tensor(slots), rows)
     state = sequences(runner)
     assert torch.equal(state.run(("a", 0, prompt)), clean)
 

@@ -236,7 +236,8 @@ class Attention {
       for (int64_t word = 0; word < in_.cache.dim_words; word++) {
         std::memcpy(keys + (word * kChunk + i) * kPerWord, key + word * run * kPerWord, run * kPerWord * sizeof(T));
       }
-      std::memcpy(values + i / kPerWord * row, cache_.values(block, rows.head, offset), run * in_.cache.head_dim * sizeof(T));
+      const int64_t num_bytes = run * in_.cache.head_dim * sizeof(T);
+      std::memcpy(values + i / kPerWord * row, cache_.values(block, rows.head, offset), num_bytes);
     }
   }
 

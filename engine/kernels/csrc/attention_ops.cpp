@@ -8,7 +8,7 @@ namespace tandem {
 namespace {
 
 // A wrong number here would read foreign memory.
-void check_rows(const AttendArguments& in, int64_t num_tokens, int64_t num_blocks) {
+void check_rows(const AttendArguments& in, int64_t num_tokens) {
   TORCH_CHECK(in.query_starts[0] >= 0 && in.query_starts[in.num_rows] <= num_tokens, "query_starts must lie within ",
               num_tokens, " tokens");
   for (int64_t row = 0; row < in.num_rows; row++) {
@@ -22,8 +22,9 @@ void check_rows(const AttendArguments& in, int64_t num_tokens, int64_t num_block
     TORCH_CHECK(blocks <= in.table_width, "the block table of row ", row, " is too short for position ", last);
     const int32_t* table = in.block_tables + row * in.table_width;
     bool is_inside = true;
-    for (int64_t i = 0; i < blocks; i++) is_inside &= table[i] >= 0 && table[i] < num_blocks;
-    TORCH_CHECK(is_inside, "the block table of row ", row, " names a block outside the cache's ", num_blocks);
+    for (int64_t i = 0; i < blocks; i++) is_inside &= table[i] >= 0 && table[i] < in.cache.num_blocks;
+    TORCH_CHECK(is_inside, "the block table of row ", row, " names a block outside the cache's ",
+                in.cache.num_blocks);
   }
 }
 
@@ -59,7 +60,7 @@ void attend(int64_t level, const at::Tensor& queries, const at::Tensor& cache_ke
                            .softcap = static_cast<float>(softcap),
                            .sinks = sinks ? sinks->const_data_ptr<float>() : nullptr};
   TORCH_CHECK(num_heads % in.cache.kv_heads == 0, num_heads, " query heads aren't a multiple of ", in.cache.kv_heads);
-  check_rows(in, num_tokens, cache_keys.size(0));
+  check_rows(in, num_tokens);
   TANDEM_CALL(level, attend, in);
 }
 

@@ -17,11 +17,12 @@ inline Cache cache_of(const at::Tensor& keys, const at::Tensor& values, int64_t 
   const Cache cache{.keys = keys.data_ptr(),
                     .values = values.data_ptr(),
                     .kv_heads = keys.size(1),
+                    .num_blocks = keys.size(0),
                     .block_size = keys.size(2) * keys.size(4),
                     .run = keys.size(4),
                     .dim_words = keys.size(3),
                     .head_dim = values.size(3)};
-  TORCH_CHECK(keys.size(5) == per_word && values.size(4) == per_word && values.size(0) == keys.size(0) &&
+  TORCH_CHECK(keys.size(5) == per_word && values.size(4) == per_word && values.size(0) == cache.num_blocks &&
                   values.size(1) == cache.kv_heads && values.size(2) * per_word == cache.block_size,
               "keys ", keys.sizes(), " and values ", values.sizes(), " aren't of one cache");
   TORCH_CHECK(cache.dim_words * per_word == head_dim && cache.head_dim == head_dim && head_dim <= kMaxHeadDim,

@@ -164,8 +164,8 @@ float weigh(float* scores, int num_vectors, Seen seen, float scale, float softca
 
 // values[row][…kColumns vectors] = factor · itself + Σ weights · values; weights [rows][kTile], records by a stride.
 template <class T, int kRows, int kColumns>
-void add_columns(const Factor<T>* weights, const TileSources<T>& tile, int64_t column, const float* factors, float* values,
-                 int64_t stride) {
+void add_columns(const Factor<T>* weights, const TileSources<T>& tile, int64_t column, const float* factors,
+                 float* values, int64_t stride) {
   constexpr int kPerWord = CacheOf<T>::kPerWord;
   Lanes sums[kRows][kColumns];
 #pragma GCC unroll 8
@@ -208,8 +208,8 @@ void add_from_column(const Factor<T>* weights, const TileSources<T>& tile, int64
 }
 
 template <class T, int kRows>
-void add_values(const Factor<T>* weights, const TileSources<T>& tile, int64_t columns, const float* factors, float* values,
-                int64_t stride) {
+void add_values(const Factor<T>* weights, const TileSources<T>& tile, int64_t columns, const float* factors,
+                float* values, int64_t stride) {
   constexpr int kColumns = std::min(8, largest_power_of_two_within(kAccumulators / kRows));
   add_from_column<T, kRows, kColumns>(weights, tile, 0, columns, factors, values, stride);
 }

@@ -8,10 +8,9 @@ namespace tandem {
 namespace {
 
 // Where tokens go; a wrong one would write to foreign memory.
-const int64_t* checked_slots(const at::Tensor& slots, int64_t num_tokens, const at::Tensor& cache_keys,
-                             const Cache& cache) {
+const int64_t* checked_slots(const at::Tensor& slots, int64_t num_tokens, const Cache& cache) {
   const int64_t* first = indices<int64_t>(slots, num_tokens, "slots");
-  const int64_t num_slots = cache_keys.size(0) * cache.block_size;
+  const int64_t num_slots = cache.num_blocks * cache.block_size;
   for (int64_t i = 0; i < num_tokens; i++) {
     TORCH_CHECK(first[i] >= 0 && first[i] < num_slots, "slot ", first[i], " of token ", i, " isn't one of ", num_slots);
   }
@@ -46,12 +45,13 @@ void rotate_write(int64_t level, const at::Tensor& qkv, const std::optional<at::
   in.num_tokens = qkv.size(0);
   in.num_heads = queries.size(1);
   in.cache = cache_of(cache_keys, cache_values, queries.size(2));
-  TORCH_CHECK(queries.size(0) == in.num_tokens && qkv.size(1) == (in.num_heads + 2 * in.cache.kv_heads) * in.cache.head_dim,
-              "qkv ", qkv.sizes(), " doesn't hold queries ", queries.sizes(), " and ", in.cache.kv_heads, " KV heads");
+  const int64_t width = (in.num_heads + 2 * in.cache.kv_heads) * in.cache.head_dim;
+  TORCH_CHECK(queries.size(0) == in.num_tokens && qkv.size(1) == width, "qkv ", qkv.sizes(),
+              " doesn't hold queries ", queries.sizes(), " and ", in.cache.kv_heads, " KV heads");
   in.qkv = qkv.const_data_ptr<float>();
   in.row_stride = qkv.stride(0);
   in.queries = queries.data_ptr();
-  in.slots = checked_slots(slots, in.num_tokens, cache_keys, in.cache);
+  in.slots = checked_slots(slots, in.num_tokens, in.cache);
   TORCH_CHECK(query_norm.has_value() == key_norm.has_value(), "queries and keys are normalised together or not");
   if (query_norm) {
     check_vector(*query_norm, in.cache.head_dim, "query_norm");
@@ -82,7 +82,7 @@ void write_cache(int64_t level, const at::Tensor& keys, const at::Tensor& values
                           .values = values.const_data_ptr(),
                           .value_token_stride = values.stride(0),
                           .value_head_stride = values.stride(1),
-                          .slots = checked_slots(slots, keys.size(0), cache_keys, cache)};
+                          .slots = checked_slots(slots, keys.size(0), cache)};
   TANDEM_CALL(level, write_cache, in);
 }
 
