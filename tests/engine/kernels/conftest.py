@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 import torch
 
 from engine.kernels import build
+from engine.kernels.cpp_ops import CppOps
 from engine.kernels.ops import Ops
 from engine.kernels.torch_ops import TorchOps
 
@@ -83,19 +83,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = kept
 
 
-@pytest.fixture(scope="session")
-def implementation(request: pytest.FixtureRequest) -> Implementation:
-    name: str = request.param
-    if name == "torch":
-        return Implementation(name, TorchOps(torch.device("cpu")))
-    try:
-        from engine.kernels.cpp_ops import CppOps
-
-        return Implementation(name, CppOps(name))
-    except (ImportError, build.NoKernels) as error:
-        pytest.skip(str(error))
-
-
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Compile the kernels before the first test's time runs."""
     wanted = {_implementation_of(item) for item in session.items}
@@ -104,10 +91,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
             build.library()
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
-    """An operation that an implementation doesn't have yet."""
+@pytest.fixture(scope="session")
+def implementation(request: pytest.FixtureRequest) -> Implementation:
+    name: str = request.param
+    if name == "torch":
+        return Implementation(name, TorchOps(torch.device("cpu")))
     try:
-        return (yield)
-    except NotImplementedError:
-        pytest.skip("not implemented yet")
+        return Implementation(name, CppOps(name))
+    except build.NoKernels as error:
+        pytest.skip(str(error))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -82,6 +83,27 @@ def test_other_block_sizes(implementation: Implementation, block_size: int) -> N
     out = paged.attend(rows)
     for row, part in zip(rows, out.split([end - first for _, first, end in rows]), strict=True):
         assert_close(part, *paged.expected(row))
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=FULL) for seed in range(1, 6))])
+def test_any_steps(implementation: Implementation, seed: int) -> None:
+    """Shapes, rules, contexts and chunks at random: right, and the same bits alone and in chunks."""
+    draw = random.Random(seed)
+    kv_heads, group = draw.choice([1, 2, 3, 4]), draw.choice([1, 2, 3, 5, 8])
+    heads = (kv_heads * group, kv_heads, draw.choice([32, 64, 80, 96, 128]))
+    window, softcap = draw.choice([None, draw.randint(1, 700)]), draw.choice([None, 2.0])
+    layer = _layer(heads, draw.choice([F32, BF16]), window, softcap, sinks=draw.random() < 0.5)
+    steps = [(draw.choice([0, draw.randint(0, 80), draw.randint(400, 1100)]), draw.randint(1, 40)) for _ in range(6)]
+    paged = Paged(implementation, layer, [before + new for before, new in steps], seed=seed)
+    paged.write([(index, 0, before) for index, (before, _) in enumerate(steps) if before])
+    rows = [(index, before, before + new) for index, (before, new) in enumerate(steps)]
+    for row, part in zip(rows, paged.attend(rows).split([new for _, new in steps]), strict=True):
+        assert_close(part, *paged.expected(row))
+        assert_same_bits(paged.attend([row]), part)
+        index, first, end = row
+        middle = draw.randint(first, end)
+        chunks = [chunk for chunk in ((index, first, middle), (index, middle, end)) if chunk[1] < chunk[2]]
+        assert_same_bits(torch.cat([paged.attend([chunk]) for chunk in chunks]), part)
 
 
 @pytest.mark.parametrize("layer", PARAMETERS)
