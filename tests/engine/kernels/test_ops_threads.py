@@ -30,6 +30,7 @@ NAMES = (
 @pytest.fixture
 def set_threads(implementation: Implementation) -> Iterator[Callable[[int], object]]:
     """Of whichever threads the implementation uses; put back at the end."""
+    put: Callable[[int], object]
     if implementation.name == "torch":
         before, put = torch.get_num_threads(), torch.set_num_threads
     else:
