@@ -75,16 +75,16 @@ class Server:
 
     def cpu_s(self) -> float:
         """CPU seconds of all its processes so far."""
-        return sum(cpu_seconds(pid) for pid in process_tree(self.pid))
+        return sum(cpu_seconds(pid) for pid in tree_of(self.pid))
 
     def memory(self) -> Memory:
         """What its processes hold now."""
-        found = [memory_of(pid) for pid in process_tree(self.pid)]
+        found = [memory_of(pid) for pid in tree_of(self.pid)]
         return Memory(sum(one.resident for one in found), sum(one.proportional for one in found))
 
     def stop(self) -> None:
         """SIGTERM, and SIGKILL for whatever is left of its tree; returns once nothing of it runs."""
-        tree = process_tree(self.pid)
+        tree = tree_of(self.pid)
         if self._process.poll() is None:
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -111,7 +111,7 @@ def pids_of(state_file: Path) -> dict[str, int]:
     return {name: member["pid"] for name, member in json.loads(state_file.read_text()).items()}
 
 
-def process_tree(pid: int) -> list[int]:
+def tree_of(pid: int) -> list[int]:
     """A process and all its descendants that live now."""
     children: dict[int, list[int]] = {}
     for folder in Path("/proc").iterdir():

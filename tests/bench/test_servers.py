@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.servers import Server, ServerFailed, answers, cpu_seconds, memory_of, process_tree, thread_seconds
+from bench.servers import Server, ServerFailed, answers, cpu_seconds, memory_of, tree_of, thread_seconds
 
 # A parent that burns a little, and a child that burns more and then waits; both say so.
 TREE = """
@@ -37,7 +37,7 @@ def test_a_server_costs_what_its_tree_costs_and_ends_with_it(tmp_path: Path) -> 
     server = started(tmp_path)
     try:
         assert server.wait_until(lambda: "child ready" in server.log.read_text(), 30) < 30
-        parent, child = process_tree(server.pid)
+        parent, child = tree_of(server.pid)
         assert server.cpu_s() == pytest.approx(cpu_seconds(parent) + cpu_seconds(child), abs=0.05)
         assert server.cpu_s() >= 0.35 > cpu_seconds(parent)
         memory = server.memory()
@@ -45,7 +45,7 @@ def test_a_server_costs_what_its_tree_costs_and_ends_with_it(tmp_path: Path) -> 
         assert memory.resident > memory_of(child).resident > 1
     finally:
         server.stop()
-    assert process_tree(server.pid) == []
+    assert tree_of(server.pid) == []
     assert not Path(f"/proc/{child}").exists() or ") Z " in Path(f"/proc/{child}/stat").read_text()
 
 
