@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.servers import Server, ServerFailed, answers, cpu_seconds, memory_of, tree_of, thread_seconds
+from bench.servers import Server, ServerFailed, answers, cpu_seconds, memory_of, thread_seconds, tree_of
 
 # A parent that burns a little, and a child that burns more and then waits; both say so.
 TREE = """
