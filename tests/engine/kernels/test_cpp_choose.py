@@ -176,6 +176,32 @@ def test_rows_in_pieces_equal_whole_rows(kernels: CppChoose) -> None:
     assert choose(kernels, tied, [SamplingParams(temperature=0)]) == [-1]
 
 
+def tied_pairs(vocab_size: int, count: int) -> list[tuple[int, int, float]]:
+    """(id, other id, its logit): both have the same sum where the one's logit is 0 and the other's is this, below 0."""
+    g = noise.gumbel(SEED, 0, vocab_size).numpy()
+    rng = random.Random(8)
+    found = []
+    while len(found) < count:
+        low, high = sorted(rng.sample(range(vocab_size), 2), key=lambda v: float(g[v]))
+        logit = g[low] - g[high]
+        if logit < 0 and logit + g[high] == g[low]:
+            found.append((low, high, float(logit)))
+    return found
+
+
+@pytest.mark.usefixtures("four_threads")
+@pytest.mark.parametrize("vocab_size", [16, 300, 50_021])
+def test_equal_sums_go_to_the_lowest_id(kernels: CppChoose, vocab_size: int) -> None:
+    """Within a vector, between vectors and between pieces, whether the likeliest is the lower one or not."""
+    orders = set()
+    for likeliest, other, logit in tied_pairs(vocab_size, 40):
+        logits = torch.full((1, vocab_size), -torch.inf)
+        logits[0, likeliest], logits[0, other] = 0.0, logit
+        assert choose(kernels, logits, [SamplingParams()], cut=False) == [min(likeliest, other)]
+        orders.add(likeliest < other)
+    assert orders == {True, False}
+
+
 def test_rows_may_be_strided_and_what_is_not_finite_fails_alone(kernels: CppChoose) -> None:
     wide = torch.randn(6, 400, generator=torch.Generator().manual_seed(3))
     logits = wide[:, 50:353]
