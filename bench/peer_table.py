@@ -88,7 +88,7 @@ def vllm_env(site: Site) -> Mapping[str, str]:
 
 def vllm_all_cores_env(site: Site) -> Mapping[str, str]:
     """Every core computes, the one that the default would keep free as well."""
-    cores = "|".join([f"0-{site.num_cores - 1}"])
+    cores = f"0-{site.num_cores - 1}"
     return {**vllm_env(site), "VLLM_CPU_OMP_THREADS_BIND": cores, "OMP_NUM_THREADS": str(site.num_cores)}
 
 

@@ -18,6 +18,7 @@ import argparse
 import dataclasses
 import json
 import platform
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -74,7 +75,7 @@ def start(peer: Peer, site: Site, folder: Path) -> Target:
         else:
             url = f"http://{HOST}:{port}{peer.health_path}"
             took_s = server.wait_until(lambda: answers(url), peer.start_timeout_s)
-    except ServerFailed:
+    except BaseException:  # not started, or told to stop meanwhile
         server.stop()
         raise
     memory = server.memory()
@@ -182,6 +183,8 @@ def main() -> int:
     vocab_size = json.loads((site.model / "config.json").read_text())["vocab_size"]
     args.output.mkdir(parents=True, exist_ok=True)
     targets: list[Target] = []
+    # A SIGTERM unwinds like a Ctrl-C, so that no server is left behind.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         for peer in wanted:
             targets.append(start(peer, site, args.output))

@@ -13,7 +13,6 @@ from gateway.streams import ChoiceStream, StopRules
 from gateway.text import ModelText, TooManyTokens
 from gateway.text_workers import TextWorkers
 
-
 READY_TOKENS = 4096
 """so many token ids are taken in on the event loop; microseconds"""
 
