@@ -2,13 +2,16 @@
 engine.processors for their order and engine.noise for g. T = 0 means g = 0. Ties go to the lowest id.
 
 A row's token and log-probabilities depend on that row alone, bit for bit. On a CPU with the C++ kernels one operation
-chooses for all rows, cuts included; elsewhere engine.processors cuts, and torch chooses. The bits are the same.
+chooses for all rows, cuts included; elsewhere engine.processors cuts, and Triton or torch chooses. The bits are the
+same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
 
 import numpy as np
 import torch
@@ -96,7 +99,7 @@ def _choose(logits: torch.Tensor, rows: Sequence[SampleRow], noisy: list[int]) -
         return token_ids
     uncut = temperatures.copy()
     uncut[cut] = 0
-    token_ids = torch_choose.choose(logits, torch.from_numpy(uncut), torch.from_numpy(keys)).tolist()
+    token_ids = _choose_uncut(logits, torch.from_numpy(uncut), torch.from_numpy(keys)).tolist()
     limit = _CHUNK_ELEMENTS.get(logits.device.type, _DEVICE_CHUNK_ELEMENTS)
     step = max(1, limit // logits.shape[1])
     cut = [index for index in cut if token_ids[index] >= 0]
@@ -107,6 +110,29 @@ def _choose(logits: torch.Tensor, rows: Sequence[SampleRow], noisy: list[int]) -
         for index, token_id in zip(chunk, winners, strict=True):
             token_ids[index] = token_id
     return token_ids
+
+
+def _choose_uncut(logits: torch.Tensor, temperatures: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    triton_choose = _triton_choose() if _is_on_gpu(logits) else None
+    if triton_choose is None:
+        return torch_choose.choose(logits, temperatures, keys)
+    device = logits.device
+    chosen: torch.Tensor = triton_choose.choose(logits, temperatures.to(device), keys.to(device))
+    return chosen
+
+
+def _is_on_gpu(logits: torch.Tensor) -> bool:
+    return logits.is_cuda
+
+
+@cache
+def _triton_choose() -> ModuleType | None:
+    """The kernels for GPUs, where Triton is installed."""
+    try:
+        from engine.kernels import triton_choose
+    except ImportError:
+        return None
+    return triton_choose
 
 
 def _cuts(rows: Sequence[SampleRow], cut: list[int], vocab_size: int) -> Cuts:

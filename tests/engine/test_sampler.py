@@ -15,6 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from engine import noise, sampler
+from engine.kernels import cpp_choose
 from engine.sampler import SampleResult, SampleRow, sample
 from engine.sampling_params import SamplingParams
 
@@ -234,6 +235,32 @@ def test_pruned_noise_finds_the_winner_of_full_noise() -> None:
         assert sample(logits, rows).token_ids == totals.argmax(-1).tolist()
 
 
+def test_triton_chooses_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its interpreter; the rows it is not given, changed and cut ones, are chosen as elsewhere."""
+    pytest.importorskip("triton")
+    logits = torch.randn(8, 300, generator=torch.Generator().manual_seed(6)) * 2
+    logits[3, 9] = math.nan
+    rows = everything(random.Random(6), 300, 4) + [row(SamplingParams(), seed=seed) for seed in range(4)]
+    rows = rows[::2] + rows[1::2]
+    usual = sample(logits, rows)
+    triton_choose = sampler._triton_choose()
+    assert triton_choose is not None
+    calls = []
+    choose = triton_choose.choose
+
+    def noted(*given: torch.Tensor) -> torch.Tensor:
+        calls.append(given)
+        chosen: torch.Tensor = choose(*given)
+        return chosen
+
+    monkeypatch.setattr(cpp_choose, "kernels_for", lambda logits: None)
+    monkeypatch.setattr(sampler, "_is_on_gpu", lambda logits: True)
+    monkeypatch.setattr(triton_choose, "choose", noted)
+    assert sample(logits, rows) == usual
+    assert len(calls) == 2, "for all rows, and for those with changed logits"
+    assert usual.errors == {3: sampler.NOT_FINITE}
+
+
 def test_the_likeliest_may_lose_to_extreme_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     """A token 20 below the maximum wins if its hash is 0, the largest noise there is: 22.87."""
     logits = torch.full((1, 64), -30.0)
@@ -243,7 +270,7 @@ def test_the_likeliest_may_lose_to_extreme_noise(monkeypatch: pytest.MonkeyPatch
     def bits(k0: int, k1: int, token_id: int) -> torch.Tensor:
         return noise.uniform_bits(torch.tensor(k0), torch.tensor(k1), torch.tensor(token_id))
 
-    winners = Counter()
+    winners: Counter[int | None] = Counter()
     for k0 in range(200):
         # mix32(0) is 0: so is the hash where k1 takes away what the first mix32 gives, which is bits(0, x, 0) of x.
         k1 = -int(bits(0, 40 ^ k0, 0)) % 2**32

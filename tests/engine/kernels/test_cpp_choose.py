@@ -180,7 +180,7 @@ def tied_pairs(vocab_size: int, count: int) -> list[tuple[int, int, float]]:
     """(id, other id, its logit): both have the same sum where the one's logit is 0 and the other's is this, below 0."""
     g = noise.gumbel(SEED, 0, vocab_size).numpy()
     rng = random.Random(8)
-    found = []
+    found: list[tuple[int, int, float]] = []
     while len(found) < count:
         low, high = sorted(rng.sample(range(vocab_size), 2), key=lambda v: float(g[v]))
         logit = g[low] - g[high]
