@@ -28,7 +28,7 @@ _VERSION = 1
 """Rises with every change of a bit."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TritonCache:
     """One layer's keys and values, A [num_blocks, kv_heads, block_size, head_dim] each."""
 

@@ -1,4 +1,7 @@
-"""The whole decoder on the Triton kernels, in the interpreter: against plain torch, and a token's bits its own."""
+"""The whole decoder on the Triton kernels, in the interpreter, against plain torch.
+
+That a token's logits are its own is checked by `tests/bench/test_gpu_check.py`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,6 @@ from engine.decoder import Decoder
 from engine.kernels.ops import HeadShape
 from engine.kernels.torch_ops import TorchOps
 from engine.step_plan import StepPlanBuilder
-from tests.engine.kernels.oracle import assert_same_bits
 
 pytest.importorskip("triton", reason="Triton isn't installed (pip install triton==3.7.1)")
 
@@ -44,24 +46,14 @@ def forward(decoder: Decoder, rows: list[Row]) -> torch.Tensor:
     return decoder.forward(StepPlanBuilder(CPU).build(batch)).clone()
 
 
-def fresh(ops: TritonOps | TorchOps, dtype: torch.dtype) -> Decoder:
-    decoder, _ = random_decoder(SHAPE, ops, dtype, CPU, 64, num_blocks=4, block_size=16)
+def fresh(ops: TritonOps | TorchOps) -> Decoder:
+    decoder, _ = random_decoder(SHAPE, ops, torch.float32, CPU, 64, num_blocks=4, block_size=16)
     return decoder
 
 
 def test_plain_torch_says_the_same() -> None:
-    rows = [(0, 0, 18), (1, 0, 3)]
-    logits = forward(fresh(TritonOps(CPU), torch.float32), rows)
-    expected = forward(fresh(TorchOps(CPU), torch.float32), rows)
+    rows = [(0, 0, 17), (1, 0, 3)]
+    logits = forward(fresh(TritonOps(CPU)), rows)
+    expected = forward(fresh(TorchOps(CPU)), rows)
     assert expected.std() > 0.5
     assert (logits - expected).abs().max() < 2e-5
-
-
-def test_a_tokens_logits_are_its_own() -> None:
-    """One chunk beside another row; smaller chunks; a verification; single steps."""
-    decoder = fresh(TritonOps(CPU), torch.bfloat16)
-    whole = forward(decoder, [(0, 0, 18), (1, 0, 3)])
-    other = fresh(TritonOps(CPU), torch.bfloat16)
-    parts = [forward(other, [(0, first, end)]) for first, end in ((0, 7), (7, 14), (14, 17), (17, 18))]
-    assert_same_bits(torch.cat(parts), whole[:18])
-    assert_same_bits(forward(other, [(1, 0, 1), (0, 16, 18)]), whole[[18, 16, 17]])

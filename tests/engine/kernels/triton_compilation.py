@@ -175,13 +175,13 @@ def compiled(capability: int, full: bool) -> list[dict[str, Any]]:
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         found[id(kernel)] = kernel
 
-    JITFunction.run = compile_only  # type: ignore[method-assign]
+    JITFunction.run = compile_only
     try:
         ops = TritonOps(torch.device("cuda"))
         for part in (products, library_epilogues, rows, attention, choice):
             part(ops, full)
     finally:
-        JITFunction.run = run  # type: ignore[method-assign]
+        JITFunction.run = run
     return [_described(kernel, capability) for kernel in found.values()]
 
 
