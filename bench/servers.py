@@ -133,14 +133,12 @@ def cpu_seconds(pid: int) -> float:
     return sum(map(int, fields[11:15])) / _TICKS_PER_S
 
 
-def thread_seconds(pid: int) -> dict[str, float]:
-    """CPU seconds by thread name, to the nanosecond; the first thread is called main."""
-    found: dict[str, float] = {}
+def thread_seconds(pid: int) -> dict[int, float]:
+    """CPU seconds by thread id, to the nanosecond."""
+    found: dict[int, float] = {}
     for folder in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(OSError):
-            name = "main" if int(folder.name) == pid else (folder / "comm").read_text().strip()
-            spent = int((folder / "schedstat").read_text().split()[0]) / 1e9
-            found[name] = found.get(name, 0.0) + spent
+            found[int(folder.name)] = int((folder / "schedstat").read_text().split()[0]) / 1e9
     return found
 
 
