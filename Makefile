@@ -2,7 +2,7 @@
 
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test check format mutants protos docs bench clean distclean
+.PHONY: help setup serve test check format mutants protos docs bench gpu-check clean distclean
 
 # What `make serve` serves: MODEL=<folder, .gguf file or hub id>  WORKERS=2  DRAFT=<folder|ngram|none>
 MODEL ?= default
@@ -22,7 +22,7 @@ PYTHON := $(shell for python in python3 python3.11 python3.12 python3.13; do \
 endif
 
 help: ## list the commands
-	@grep -hE '^[a-z]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 12
+	@grep -hE '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
 	@echo
 	@echo 'make serve MODEL=<folder|file.gguf|hub id> WORKERS=2 DRAFT=<folder|ngram|none> PORT=50051 DTYPE=float32'
 	@echo 'make test ARGS="tests/cluster -k config"'
@@ -65,6 +65,9 @@ docs: setup ## write the generated pages of docs anew
 
 bench: setup ## CPU cost of the scheduler's core; for a running cluster see `tandem bench --help`
 	@.venv/bin/python bench/scheduler_core.py $(ARGS)
+
+gpu-check: setup ## on a machine with a GPU: is its path right and fast? Minutes; ARGS='--json found.json'
+	@.venv/bin/python bench/gpu_check.py $(ARGS)
 
 clean: ## remove caches and generated files; .venv and fetched models stay
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
