@@ -55,7 +55,7 @@ class RunnerOptions:
     """None: the model's own"""
     threads: int | None = None
     """CPU threads of a product; None: one per core"""
-    route: str = "transformers"
+    route: str = "auto"
     """one of ROUTES"""
     kernels: str = "auto"
     """one of `engine.kernels.selection.KERNELS`; for the decoder route"""

@@ -22,7 +22,7 @@ class WorkerConfig:
     dtype: str = _setting("bfloat16", "number format of weights and KV", choices=("bfloat16", "float32"))
     device: str = _setting("auto", "where the model runs", choices=("auto", "cpu", "cuda"))
     route: str = _setting(
-        "transformers",
+        "auto",
         "who runs the model: our own decoder, transformers' code, or the decoder where it knows the family",
         choices=("auto", "decoder", "transformers"),
     )
