@@ -88,19 +88,23 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Wave:
-    """Some query blocks (q) with all their pieces (n), computed at a time."""
+    """Some query blocks (q) with all their pieces (n), computed at a time.
+
+    Products are (piece, KV head), filled up to whole groups with repetitions of the first.
+    """
 
     blocks: slice
-    piece_block: torch.Tensor
-    """int64 [n]: query block of each piece, counted from the wave's first"""
+    num_pieces: int
+    queries: torch.Tensor
+    """int64 [products]: query block of each, counted from the wave's first, * kv_heads + head"""
     runs: torch.Tensor
-    """int64 [n, KEY_TILE / run]: block_id * runs per block + index, of each piece's keys"""
+    """int64 [products, KEY_TILE / run]: where each one's keys lie, as `TorchCache.read` takes it"""
     hidden: torch.Tensor
-    """bool [n, QUERY_BLOCK, KEY_TILE]: the keys that a query may not see"""
+    """bool [n, 1, QUERY_BLOCK, 1, KEY_TILE]: the keys that a query may not see"""
     merge_order: torch.Tensor
     """int64 [tiles, q]: each query block's pieces in order; where it has no more, its first"""
     absent: torch.Tensor
-    """bool, as merge_order: there is no such piece"""
+    """bool [tiles, q, 1, 1, 1]: there is no such piece"""
 
 
 class QueryBlocks:
@@ -124,27 +128,33 @@ class QueryBlocks:
         """bool [b * QUERY_BLOCK]: the places with a token of their own, which are in the tokens' order"""
         self._positions = plan.positions.to(torch.int64)[self.tokens]
         self._tables = plan.block_tables.to(torch.int64)
+        self._waves: dict[tuple[int | None, int], list[_Wave]] = {}
         self._last_block = -(-plan.context_lens.to(torch.int64) // cache.block_size) - 1
 
-    def waves(self, window: int | None, max_pieces: int) -> Iterator[_Wave]:
-        """All pieces of a layer whose queries see their last `window` positions (None: all), at most `max_pieces` at a
-        time unless one block has more.
-        """
+    def waves(self, window: int | None, kv_heads: int) -> list[_Wave]:
+        """All pieces of layers whose queries see their last `window` positions (None: all). Layers share them."""
+        if (window, kv_heads) not in self._waves:
+            self._waves[window, kv_heads] = list(self._cut_waves(window, kv_heads))
+        return self._waves[window, kv_heads]
+
+    def _cut_waves(self, window: int | None, kv_heads: int) -> Iterator[_Wave]:
         last_tile = self._positions.amax(dim=1) // KEY_TILE
         first_tile = torch.zeros_like(last_tile)
         if window is not None:
             first_tile = (self._positions.amin(dim=1) - window + 1).clamp_(min=0) // KEY_TILE
         num_tiles = last_tile - first_tile + 1
-        start, pieces = 0, 0
+        start, pieces, max_pieces = 0, 0, max(1, _MAX_WAVE_PRODUCTS // kv_heads)
         counts = num_tiles.tolist()
         for stop, count in enumerate(counts):
             if pieces and pieces + count > max_pieces:
-                yield self._wave(slice(start, stop), first_tile, num_tiles, window)
+                yield self._wave(slice(start, stop), first_tile, num_tiles, window, kv_heads)
                 start, pieces = stop, 0
             pieces += count
-        yield self._wave(slice(start, len(counts)), first_tile, num_tiles, window)
+        yield self._wave(slice(start, len(counts)), first_tile, num_tiles, window, kv_heads)
 
-    def _wave(self, blocks: slice, first_tile: torch.Tensor, num_tiles: torch.Tensor, window: int | None) -> _Wave:
+    def _wave(
+        self, blocks: slice, first_tile: torch.Tensor, num_tiles: torch.Tensor, window: int | None, kv_heads: int
+    ) -> _Wave:
         first_tile, num_tiles = first_tile[blocks], num_tiles[blocks]
         first_piece = num_tiles.cumsum(0) - num_tiles
         piece_block = torch.repeat_interleave(num_tiles)
@@ -152,23 +162,33 @@ class QueryBlocks:
         tile = first_tile[piece_block] + ordinal
         keys = tile[:, None] * KEY_TILE + torch.arange(KEY_TILE, device=tile.device)
         distance = self._positions[blocks][piece_block][:, :, None] - keys[:, None, :]
+        hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
         steps = torch.arange(int(num_tiles.max()), device=tile.device)[:, None]
         absent = steps >= num_tiles
+        queries, runs = self._products(piece_block, self._row[blocks][piece_block], tile, kv_heads)
         return _Wave(
             blocks=blocks,
-            piece_block=piece_block,
-            runs=self._runs(self._row[blocks][piece_block], tile),
-            hidden=distance < 0 if window is None else (distance < 0) | (distance >= window),
+            num_pieces=len(piece_block),
+            queries=queries,
+            runs=runs,
+            hidden=hidden[:, None, :, None, :],
             merge_order=torch.where(absent, 0, steps) + first_piece,
-            absent=absent,
+            absent=absent[:, :, None, None, None],
         )
 
-    def _runs(self, rows: torch.Tensor, tiles: torch.Tensor) -> torch.Tensor:
-        """Where the keys of each (row, tile) lie, int64 [n, KEY_TILE / run]; beyond the context its last block."""
+    def _products(
+        self, piece_block: torch.Tensor, rows: torch.Tensor, tiles: torch.Tensor, kv_heads: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`_Wave.queries` and `runs` of pieces int64 [n]; keys beyond a context are taken from its last block."""
         per_tile, per_block = KEY_TILE // self._run, self._block_size // self._run
+        heads = torch.arange(kv_heads, device=tiles.device)
         runs = tiles[:, None] * per_tile + torch.arange(per_tile, device=tiles.device)
         blocks = torch.minimum(runs // per_block, self._last_block[rows][:, None])
-        return self._tables[rows[:, None], blocks] * per_block + runs % per_block
+        blocks = self._tables[rows[:, None], blocks][:, None] * kv_heads + heads[:, None]
+        runs = (blocks * per_block + (runs % per_block)[:, None]).flatten(0, 1)
+        queries = (piece_block[:, None] * kv_heads + heads).view(-1)
+        spare = -len(queries) % PRODUCTS_PER_GROUP
+        return torch.cat((queries, queries[:1].expand(spare))), torch.cat((runs, runs[:1].expand(spare, -1)))
 
 
 def attend(
@@ -180,7 +200,7 @@ def attend(
     rows = queries[blocks.tokens].float().mul_(rule.scale)
     rows = rows.view(-1, QUERY_BLOCK, heads.kv_heads, group, heads.head_dim).transpose(1, 2)
     rows = rows.reshape(-1, heads.kv_heads, QUERY_BLOCK * group, heads.head_dim)
-    waves = blocks.waves(rule.window, max(1, _MAX_WAVE_PRODUCTS // heads.kv_heads))
+    waves = blocks.waves(rule.window, heads.kv_heads)
     out = torch.cat([_attend_wave(wave, rows[wave.blocks], rule, cache) for wave in waves])
     # [blocks, kv_heads, QUERY_BLOCK, group, head_dim] → [T, num_heads * head_dim]
     return out.transpose(1, 2).reshape(len(blocks.real), -1)[blocks.real]
@@ -189,24 +209,14 @@ def attend(
 def _attend_wave(wave: _Wave, queries: torch.Tensor, rule: AttentionRule, cache: TorchCache) -> torch.Tensor:
     """queries float32 [q, kv_heads, rows, D] → float32 [q, kv_heads, QUERY_BLOCK, group, D]."""
     kv_heads, num_rows = queries.shape[1], queries.shape[2]
-    per_block = cache.block_size // cache.run
-    shape = (len(wave.piece_block), kv_heads, QUERY_BLOCK, num_rows // QUERY_BLOCK)
-    num_products = shape[0] * kv_heads
-
-    # Products are (piece, head), filled up to whole groups with repetitions of the first.
-    heads = torch.arange(kv_heads, device=queries.device)
-    block, index = wave.runs // per_block, wave.runs % per_block
-    runs = ((block[:, None] * kv_heads + heads[:, None]) * per_block + index[:, None]).flatten(0, 1)
-    rows = (wave.piece_block[:, None] * kv_heads + heads).view(-1)
-    product = torch.arange(num_products + -num_products % PRODUCTS_PER_GROUP, device=queries.device)
-    product[num_products:] = 0
-    keys, values = cache.read(runs[product])
-
-    scores = _grouped_products(queries.flatten(0, 1)[rows[product]], keys.transpose(1, 2))
+    shape = (wave.num_pieces, kv_heads, QUERY_BLOCK, num_rows // QUERY_BLOCK)
+    num_products = wave.num_pieces * kv_heads  # the rest fills the last group
+    keys, values = cache.read(wave.runs)
+    scores = _grouped_products(queries.flatten(0, 1)[wave.queries], keys.transpose(1, 2))
     if rule.softcap is not None:
         scores = softcapped(scores, rule.softcap)
     visible = scores[:num_products].view(*shape, KEY_TILE)
-    visible.masked_fill_(wave.hidden[:, None, :, None, :], -torch.inf)
+    visible.masked_fill_(wave.hidden, -torch.inf)
     peaks = scores.amax(dim=-1, keepdim=True)
     # A tile that a query doesn't see has no peak; its weights are exp(-inf) = 0 whatever is subtracted.
     weights = apply(torch.exp, scores.sub_(peaks.clamp(min=torch.finfo(torch.float32).min)))
@@ -234,7 +244,7 @@ def _merged(
     wave: _Wave, peaks: torch.Tensor, sums: torch.Tensor, partial: torch.Tensor, sinks: torch.Tensor | None
 ) -> torch.Tensor:
     """Pieces to results: peaks and sums [n, kv_heads, QB, G], partial [n, kv_heads, QB, G, D] → as partial, n now q."""
-    tile_peaks = peaks[wave.merge_order].masked_fill_(wave.absent[:, :, None, None, None], -torch.inf)
+    tile_peaks = peaks[wave.merge_order].masked_fill_(wave.absent, -torch.inf)
     peak = tile_peaks.amax(dim=0)
     total = torch.zeros_like(peak)
     if sinks is not None:

@@ -228,8 +228,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "attention-sees-one-key-beyond",
         "engine/kernels/torch_attention.py",
-        "hidden=distance < 0 if window is None",
-        "hidden=distance < -1 if window is None",
+        "hidden = distance < 0 if window is None",
+        "hidden = distance < -1 if window is None",
         ATTENTION,
     ),
     Mutant(
