@@ -58,7 +58,7 @@ int64_t share(double top_p, int64_t total) {
 }
 
 // The token, by falling score and rising id, at which the count or the weight of it and all before it reaches `needed`,
-// which that of all tokens from `lowest` on does. First a range of scores that holds it and few others, then that token.
+// which that of all tokens from `lowest` on does. First a range of scores that holds it and few others, then itself.
 Token find_boundary(const Row& row, bool by_weight, int64_t needed, float lowest, std::vector<Token>& tokens) {
   const auto reached = [&](const Sums& sums) { return by_weight ? sums.weight : sums.count; };
   float below = kInfinity, least = lowest;
@@ -122,8 +122,8 @@ struct Noise {
   }
 };
 
-// Which lanes can reach a sum of `bound`. 2^y ≤ 2^⌊y⌋ · (1 + frac y), and the right side is what y · 2^23 reads as, once
-// the exponent's bias is added.
+// Which lanes can reach a sum of `bound`. 2^y ≤ 2^⌊y⌋ · (1 + frac y), and the right side is what y · 2^23 reads as,
+// once the exponent's bias is added.
 uint32_t possible(Lanes scores, Words bits, float bound) {
   Lanes reach = mul(sub(scores, fill(bound)), fill(static_cast<float>(0x1p23 / 0.6931471805599453)));
   reach = max(add(reach, fill(127 * 0x1p23f)), zero());

@@ -159,7 +159,8 @@ struct Weights {
 inline Weights weights_of(Lanes exponentials) {
   const Lanes scaled = mul(exponentials, fill(kUnits));
   const Words offset = round_doubles(low_doubles(zero()));
-  return {sub_longs(round_doubles(low_doubles(scaled)), offset), sub_longs(round_doubles(high_doubles(scaled)), offset)};
+  return {sub_longs(round_doubles(low_doubles(scaled)), offset),
+          sub_longs(round_doubles(high_doubles(scaled)), offset)};
 }
 inline void store_weights(int64_t* to, Weights weights) {
   store_longs(to, weights.low);

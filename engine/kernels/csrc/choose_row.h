@@ -128,8 +128,12 @@ struct Token {
 };
 
 // By falling score and rising id, and by falling logit and rising id: two logits may have one score.
-inline bool score_before(const Token& a, const Token& b) { return a.score != b.score ? a.score > b.score : a.id < b.id; }
-inline bool logit_before(const Token& a, const Token& b) { return a.logit != b.logit ? a.logit > b.logit : a.id < b.id; }
+inline bool score_before(const Token& a, const Token& b) {
+  return a.score != b.score ? a.score > b.score : a.id < b.id;
+}
+inline bool logit_before(const Token& a, const Token& b) {
+  return a.logit != b.logit ? a.logit > b.logit : a.id < b.id;
+}
 
 // All tokens with least ≤ score < below, by rising id.
 inline void gather(const Row& row, float least, float below, std::vector<Token>& tokens) {
