@@ -79,6 +79,7 @@ void finish(const float* total, const float* sink, T* out, int64_t head_dim) {
 // What a thread needs while it attends.
 template <class T>
 struct Scratch {
+  TileSources<T> next_unit;  // the first tile of what comes after this unit
   alignas(64) Factor<T> queries[kMaxRows * kQueryStride];
   alignas(64) float scores[kMaxRows * kTile];
   alignas(64) Factor<T> weights[kMaxRows * kTile];
@@ -101,7 +102,7 @@ void copy_factors(T* to, const T* from, int64_t size) {
 // Some rows of a slab that are multiplied together; row i is token i / group and query head i % group of the slab's.
 struct Rows {
   const Slab* slab;
-  int64_t head;  // KV head
+  const Unit* unit;
   int64_t first;
   int num;
 };
@@ -123,7 +124,9 @@ class Attention {
       const FlushDenormals flush;
       Scratch<T> scratch;
       const auto [first, end] = work_.items[item];
-      for (int64_t unit = first; unit < end; unit++) attend_unit(work_.units[unit], scratch);
+      for (int64_t unit = first; unit < end; unit++) {
+        attend_unit(work_.units[unit], work_.units[std::min(unit + 1, end - 1)], scratch);
+      }
     });
     parallel_for(work_.merges.size(), [this](int64_t index) {
       const FlushDenormals flush;
@@ -134,16 +137,18 @@ class Attention {
  private:
   static constexpr int kPerWord = CacheOf<T>::kPerWord;
 
-  void attend_unit(const Unit& unit, Scratch<T>& scratch) const {
+  void attend_unit(const Unit& unit, const Unit& next, Scratch<T>& scratch) const {
     const Slab& slab = work_.slabs[unit.slab];
+    scratch.next_unit = locate(next, std::max(next.first_partition * kPartition, work_.slabs[next.slab].first_key));
     const int64_t num_rows = slab.num_tokens * group_, num_groups = (num_rows + kMaxRows - 1) / kMaxRows;
     for (int64_t i = 0; i < num_groups; i++) {
       const int64_t first = num_rows * i / num_groups, end = num_rows * (i + 1) / num_groups;
-      attend_rows({&slab, unit.head, first, static_cast<int>(end - first)}, unit, scratch);
+      attend_rows({&slab, &unit, first, static_cast<int>(end - first)}, scratch);
     }
   }
 
-  void attend_rows(const Rows& rows, const Unit& unit, Scratch<T>& scratch) const {
+  void attend_rows(const Rows& rows, Scratch<T>& scratch) const {
+    const Unit& unit = *rows.unit;
     load_queries(rows, scratch.queries);
     if (rows.slab->is_split) {
       attend_partition(rows, unit.first_partition, record_of(rows, unit.first_partition), scratch);
@@ -164,10 +169,14 @@ class Attention {
     for (int row = 0; row < rows.num; row++) clear(records + row * record_, columns_);
     std::memset(scratch.sums, 0, sizeof scratch.sums);
     const int64_t end = std::min((partition + 1) * kPartition, position_of(rows, rows.num - 1) + 1);
+    const int64_t slab_end = std::min(rows.unit->end_partition * kPartition, rows.slab->end_key);
     const int64_t first = std::max(partition * kPartition, first_seen(position_of(rows, 0)) / kTile * kTile);
+    Tiles<T> tiles{.dim_words = in_.cache.dim_words, .value_words = in_.cache.head_dim};
     for (int64_t key = first; key < end; key += kTile) {
-      const TileSources<T> tile = find_tile(rows, key, end, scratch);
-      with_rows(rows.num, [&](auto num) { attend_tile<num>(rows, key, tile, records, scratch); });
+      tiles.now = key == first ? locate(*rows.unit, key) : tiles.next;
+      tiles.next = key + kTile < slab_end ? locate(*rows.unit, key + kTile) : scratch.next_unit;
+      complete(tiles.now, rows, key, end, scratch);
+      with_rows(rows.num, [&](auto num) { attend_tile<num>(rows, key, tiles, records, scratch); });
     }
     for (int row = 0; row < rows.num; row++) {
       records[row * record_ + 1] = sum_of(load(scratch.sums + row * kLanes));
@@ -175,46 +184,55 @@ class Attention {
   }
 
   template <int kRows>
-  void attend_tile(const Rows& rows, int64_t key, const TileSources<T>& tile, float* records,
+  void attend_tile(const Rows& rows, int64_t key, const Tiles<T>& tiles, float* records,
                    Scratch<T>& scratch) const {
-    score_tile<T, kRows>(scratch.queries, tile, in_.cache.dim_words, scratch.scores);
+    score_tile<T, kRows>(scratch.queries, tiles, scratch.scores);
     float factors[kRows];
     for (int row = 0; row < kRows; row++) {
       const int64_t position = position_of(rows, row);
       const Seen seen{static_cast<int>(std::clamp<int64_t>(first_seen(position) - key, 0, kTile)),
                       static_cast<int>(std::clamp<int64_t>(position + 1 - key, 0, kTile))};
-      factors[row] = weigh(scratch.scores + row * kTile, tile.num_chunks * kChunkVectors, seen, in_.scale, in_.softcap,
+      factors[row] = weigh(scratch.scores + row * kTile, tiles.now.num_chunks * kChunkVectors, seen, in_.scale, in_.softcap,
                            records[row * record_], scratch.sums + row * kLanes, scratch.weights + row * kTile);
     }
-    add_values<T, kRows>(scratch.weights, tile, columns_, factors, records + kRecordValues, record_);
+    add_values<T, kRows>(scratch.weights, tiles, columns_, factors, records + kRecordValues, record_);
   }
 
-  // Where keys [first, first + 64) lie, of which those from `end` on aren't read.
-  TileSources<T> find_tile(const Rows& rows, int64_t first, int64_t end, Scratch<T>& scratch) const {
+  // Where the tile that begins with a key lies, as far as the slab's keys go.
+  TileSources<T> locate(const Unit& unit, int64_t key) const {
+    const Slab& slab = work_.slabs[unit.slab];
     TileSources<T> tile{};
-    tile.value_words = in_.cache.head_dim;
-    tile.num_chunks = static_cast<int>((std::min<int64_t>(kTile, end - first) + kChunk - 1) / kChunk);
-    for (int chunk = 0; chunk < tile.num_chunks; chunk++) {
-      const int64_t key = first + chunk * kChunk;
-      if (in_.cache.run == kChunk) {
-        const auto [block, offset] = place_of(rows, key);
-        tile.keys[chunk] = cache_.keys(block, rows.head, offset);
-        tile.values[chunk] = cache_.values(block, rows.head, offset);
-      } else {
-        const int64_t size = kChunk * kMaxHeadDim;
-        gather(rows, key, end, scratch.gathered_keys + chunk * size, scratch.gathered_values + chunk * size);
-        tile.keys[chunk] = scratch.gathered_keys + chunk * size;
-        tile.values[chunk] = scratch.gathered_values + chunk * size;
+    tile.num_chunks = num_chunks(key, slab.end_key);
+    for (int chunk = 0; chunk < kTileChunks; chunk++) {
+      const auto [block, offset] = place_of(slab, key + std::min(chunk, tile.num_chunks - 1) * kChunk);
+      tile.keys[chunk] = cache_.keys(block, unit.head, offset);
+      tile.values[chunk] = cache_.values(block, unit.head, offset);
+    }
+    return tile;
+  }
+
+  static int num_chunks(int64_t first, int64_t end) {
+    return static_cast<int>((std::min<int64_t>(kTile, end - first) + kChunk - 1) / kChunk);
+  }
+
+  // Make a located tile readable: chunks together, and no values of keys from `end` on.
+  void complete(TileSources<T>& tile, const Rows& rows, int64_t first, int64_t end, Scratch<T>& scratch) const {
+    tile.num_chunks = num_chunks(first, end);
+    const int last = tile.num_chunks - 1;
+    if (in_.cache.run < kChunk) {
+      for (int chunk = 0; chunk < kTileChunks; chunk++) {
+        const int64_t size = std::min(chunk, last) * kChunk * kMaxHeadDim;
+        tile.keys[chunk] = scratch.gathered_keys + size;
+        tile.values[chunk] = scratch.gathered_values + size;
+        if (chunk > last) continue;
+        gather(rows, first + chunk * kChunk, end, scratch.gathered_keys + size, scratch.gathered_values + size);
       }
     }
-    const int last = tile.num_chunks - 1;
-    for (int chunk = last + 1; chunk < kTileChunks; chunk++) tile.keys[chunk] = tile.keys[last];
     const int64_t num_left = end - first - last * kChunk;
     if (num_left < kChunk) {
       copy_values(tile.values[last], num_left, scratch.last_values);
       tile.values[last] = scratch.last_values;
     }
-    return tile;
   }
 
   // The first num_keys of a chunk's values; then zeros, since 0 times an infinity would be NaN.
@@ -231,19 +249,19 @@ class Attention {
   void gather(const Rows& rows, int64_t first, int64_t end, T* keys, T* values) const {
     const int64_t run = in_.cache.run, row = in_.cache.head_dim * kPerWord;
     for (int64_t i = 0; i < kChunk && first + i < end; i += run) {
-      const auto [block, offset] = place_of(rows, first + i);
-      const T* key = cache_.keys(block, rows.head, offset);
+      const auto [block, offset] = place_of(*rows.slab, first + i);
+      const T* key = cache_.keys(block, rows.unit->head, offset);
       for (int64_t word = 0; word < in_.cache.dim_words; word++) {
         std::memcpy(keys + (word * kChunk + i) * kPerWord, key + word * run * kPerWord, run * kPerWord * sizeof(T));
       }
       const int64_t num_bytes = run * in_.cache.head_dim * sizeof(T);
-      std::memcpy(values + i / kPerWord * row, cache_.values(block, rows.head, offset), num_bytes);
+      std::memcpy(values + i / kPerWord * row, cache_.values(block, rows.unit->head, offset), num_bytes);
     }
   }
 
   void merge_slab(const Unit& unit) const {
     const Slab& slab = work_.slabs[unit.slab];
-    const Rows rows{&slab, unit.head, 0, static_cast<int>(slab.num_tokens * group_)};
+    const Rows rows{&slab, &unit, 0, static_cast<int>(slab.num_tokens * group_)};
     for (int row = 0; row < rows.num; row++) {
       float* total = record_of(rows, unit.first_partition) + row * record_;
       for (int64_t partition = unit.first_partition + 1; partition < unit.end_partition; partition++) {
@@ -270,20 +288,20 @@ class Attention {
   // A split slab's records of a partition, from the first of `rows` on.
   float* record_of(const Rows& rows, int64_t partition) const {
     const Slab& slab = *rows.slab;
-    const int64_t part = rows.head * slab.num_partitions() + partition - slab.first_partition();
+    const int64_t part = rows.unit->head * slab.num_partitions() + partition - slab.first_partition();
     return work_.records.get() + (slab.records + part * slab.num_tokens * group_ + rows.first) * record_;
   }
 
   int64_t token_of(const Rows& rows, int row) const { return rows.slab->first_token + (rows.first + row) / group_; }
-  int64_t head_of(const Rows& rows, int row) const { return rows.head * group_ + (rows.first + row) % group_; }
+  int64_t head_of(const Rows& rows, int row) const { return rows.unit->head * group_ + (rows.first + row) % group_; }
   int64_t position_of(const Rows& rows, int row) const { return in_.positions[token_of(rows, row)]; }
   int64_t first_seen(int64_t position) const {
     return in_.window ? std::max<int64_t>(0, position - in_.window + 1) : 0;
   }
 
-  Place place_of(const Rows& rows, int64_t key) const {
+  Place place_of(const Slab& slab, int64_t key) const {
     const int64_t size = in_.cache.block_size;
-    return {in_.block_tables[rows.slab->row * in_.table_width + key / size], key % size};
+    return {in_.block_tables[slab.row * in_.table_width + key / size], key % size};
   }
 
   const AttendArguments& in_;

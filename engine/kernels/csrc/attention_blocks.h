@@ -17,7 +17,8 @@ struct Place {
 
 // T is float or bf16.
 template <class T>
-struct CacheOf {
+class CacheOf {
+ public:
   static constexpr int kPerWord = 4 / sizeof(T);
 
   explicit CacheOf(const Cache& cache) : shape(cache) {}
@@ -37,14 +38,24 @@ struct CacheOf {
   void write(int64_t slot, int64_t head, const T* key, const T* value) const {
     const int64_t block = slot / shape.block_size, offset = slot % shape.block_size;
     T* to_key = keys(block, head, offset);
-    for (int64_t word = 0; word < shape.dim_words; word++) {
-      std::memcpy(to_key + word * shape.run * kPerWord, key + word * kPerWord, 4);
+    if (shape.run == kChunk) {
+      scatter<kChunk * kPerWord>(to_key, key);  // a constant stride needs no products
+    } else {
+      scatter<0>(to_key, key);
     }
     T* to_value = values(block, head, offset);
     for (int64_t dim = 0; dim < shape.head_dim; dim++) to_value[dim * kPerWord] = value[dim];
   }
 
   const Cache shape;
+
+ private:
+  // A key's words, so many elements apart; 0: a run's.
+  template <int64_t kStride>
+  void scatter(T* to, const T* key) const {
+    const int64_t stride = kStride ? kStride : shape.run * kPerWord;
+    for (int64_t word = 0; word < shape.dim_words; word++) std::memcpy(to + word * stride, key + word * kPerWord, 4);
+  }
 };
 
 }  // namespace tandem::TANDEM_LEVEL

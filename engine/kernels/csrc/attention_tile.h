@@ -68,14 +68,25 @@ constexpr int largest_power_of_two_within(int n) {
   return power;
 }
 
-// Where a tile's keys and values lie, chunk by chunk. The first num_chunks are there; keys beyond repeat the last.
+// Where a tile's keys and values lie, chunk by chunk; beyond num_chunks keys repeat the last.
 template <class T>
 struct TileSources {
   const T* keys[kTileChunks];
   const T* values[kTileChunks];
   int num_chunks;
+};
+
+// A tile, and the one that will be read next: it is fetched from memory meanwhile, a line for each line that is read.
+template <class T>
+struct Tiles {
+  TileSources<T> now;
+  TileSources<T> next;
+  int64_t dim_words;
   int64_t value_words;  // of one row of values
 };
+
+inline void fetch(const void* line) { _mm_prefetch(static_cast<const char*>(line), _MM_HINT_T1); }
+constexpr bool begins_line(int vector) { return vector * kLanes % 16 == 0; }
 
 // Which keys of a tile a row sees: first … end - 1.
 struct Seen {
@@ -85,7 +96,8 @@ struct Seen {
 
 // kChunks chunks of kRows rows: scores [rows][kTile]; queries [rows][kQueryStride] elements.
 template <class T, int kRows, int kChunks>
-void score_chunks(const Factor<T>* queries, const T* const* keys, int64_t dim_words, float* scores) {
+void score_chunks(const Factor<T>* queries, const T* const* keys, const T* const* next_keys, int64_t dim_words,
+                  float* scores) {
   constexpr int kVectors = kChunks * kChunkVectors, kPerWord = CacheOf<T>::kPerWord;
   Lanes sums[kRows][kVectors];
 #pragma GCC unroll 8
@@ -98,6 +110,7 @@ void score_chunks(const Factor<T>* queries, const T* const* keys, int64_t dim_wo
     for (int v = 0; v < kVectors; v++) {
       const int64_t at = word * kChunk + v % kChunkVectors * kLanes;
       const auto part = Words<T>::load(keys[v / kChunkVectors] + at * kPerWord);
+      if (begins_line(v)) fetch(next_keys[v / kChunkVectors] + at * kPerWord);
 #pragma GCC unroll 8
       for (int row = 0; row < kRows; row++) {
         const Factor<T>* query = queries + row * kQueryStride + word * kPerWord;
@@ -113,11 +126,12 @@ void score_chunks(const Factor<T>* queries, const T* const* keys, int64_t dim_wo
 }
 
 template <class T, int kRows>
-void score_tile(const Factor<T>* queries, const TileSources<T>& tile, int64_t dim_words, float* scores) {
+void score_tile(const Factor<T>* queries, const Tiles<T>& tiles, float* scores) {
   constexpr int kChunks =
       std::min(kTileChunks, std::max(1, largest_power_of_two_within(kAccumulators / kRows / kChunkVectors)));
-  for (int chunk = 0; chunk < tile.num_chunks; chunk += kChunks) {
-    score_chunks<T, kRows, kChunks>(queries, tile.keys + chunk, dim_words, scores + chunk * kChunk);
+  for (int chunk = 0; chunk < tiles.now.num_chunks; chunk += kChunks) {
+    score_chunks<T, kRows, kChunks>(queries, tiles.now.keys + chunk, tiles.next.keys + chunk, tiles.dim_words,
+                                    scores + chunk * kChunk);
   }
 }
 
@@ -164,7 +178,7 @@ float weigh(float* scores, int num_vectors, Seen seen, float scale, float softca
 
 // values[row][…kColumns vectors] = factor · itself + Σ weights · values; weights [rows][kTile], records by a stride.
 template <class T, int kRows, int kColumns>
-void add_columns(const Factor<T>* weights, const TileSources<T>& tile, int64_t column, const float* factors,
+void add_columns(const Factor<T>* weights, const Tiles<T>& tiles, int64_t column, const float* factors,
                  float* values, int64_t stride) {
   constexpr int kPerWord = CacheOf<T>::kPerWord;
   Lanes sums[kRows][kColumns];
@@ -175,13 +189,16 @@ void add_columns(const Factor<T>* weights, const TileSources<T>& tile, int64_t c
       sums[row][c] = mul(load(values + row * stride + column + c * kLanes), fill(factors[row]));
     }
   }
-  for (int chunk = 0; chunk < tile.num_chunks; chunk++) {
-    const T* from = tile.values[chunk] + column * kPerWord;
+  for (int chunk = 0; chunk < tiles.now.num_chunks; chunk++) {
+    const T* from = tiles.now.values[chunk] + column * kPerWord;
+    const T* next = tiles.next.values[chunk] + column * kPerWord;
+    const int64_t step = tiles.value_words * kPerWord;
     const Factor<T>* weight = weights + chunk * kChunk;
-    for (int word = 0; word < kChunk / kPerWord; word++, from += tile.value_words * kPerWord, weight += kPerWord) {
+    for (int word = 0; word < kChunk / kPerWord; word++, from += step, next += step, weight += kPerWord) {
 #pragma GCC unroll 8
       for (int c = 0; c < kColumns; c++) {
         const auto part = Words<T>::load(from + c * kLanes * kPerWord);
+        if (begins_line(c)) fetch(next + c * kLanes * kPerWord);
 #pragma GCC unroll 8
         for (int row = 0; row < kRows; row++) {
           sums[row][c] = Words<T>::add_products(sums[row][c], part, weight + row * kTile);
@@ -197,21 +214,21 @@ void add_columns(const Factor<T>* weights, const TileSources<T>& tile, int64_t c
 }
 
 template <class T, int kRows, int kColumns>
-void add_from_column(const Factor<T>* weights, const TileSources<T>& tile, int64_t column, int64_t columns,
+void add_from_column(const Factor<T>* weights, const Tiles<T>& tiles, int64_t column, int64_t columns,
                      const float* factors, float* values, int64_t stride) {
   for (; column + kColumns * kLanes <= columns; column += kColumns * kLanes) {
-    add_columns<T, kRows, kColumns>(weights, tile, column, factors, values, stride);
+    add_columns<T, kRows, kColumns>(weights, tiles, column, factors, values, stride);
   }
   if constexpr (kColumns > 1) {
-    add_from_column<T, kRows, kColumns / 2>(weights, tile, column, columns, factors, values, stride);
+    add_from_column<T, kRows, kColumns / 2>(weights, tiles, column, columns, factors, values, stride);
   }
 }
 
 template <class T, int kRows>
-void add_values(const Factor<T>* weights, const TileSources<T>& tile, int64_t columns, const float* factors,
+void add_values(const Factor<T>* weights, const Tiles<T>& tiles, int64_t columns, const float* factors,
                 float* values, int64_t stride) {
   constexpr int kColumns = std::min(8, largest_power_of_two_within(kAccumulators / kRows));
-  add_from_column<T, kRows, kColumns>(weights, tile, 0, columns, factors, values, stride);
+  add_from_column<T, kRows, kColumns>(weights, tiles, 0, columns, factors, values, stride);
 }
 
 // Call body with the number of rows as a constant.

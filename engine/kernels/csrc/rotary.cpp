@@ -55,13 +55,20 @@ void normalise(float* x, int64_t size, const float* weight, float eps) {
   for (int64_t i = 0; i < size; i++) x[i] = x[i] * inverse * weight[i];
 }
 
-void rotate(float* x, const float* row, int64_t rotary_dim, bool interleaved) {
-  const int64_t half = rotary_dim / 2, step = interleaved ? 2 : 1, other = interleaved ? 1 : half;
-  for (int64_t i = 0; i < half; i++) {
-    const float a = x[i * step], b = x[i * step + other], cosine = row[i], sine = row[half + i];
-    x[i * step] = a * cosine - b * sine;
-    x[i * step + other] = b * cosine + a * sine;
+// Pairs (first[i · step], second[i · step]); with a constant step the compiler makes vectors of it.
+template <int64_t kStep>
+void rotate_pairs(float* __restrict first, float* __restrict second, const float* __restrict cosines,
+                  const float* __restrict sines, int64_t num_pairs) {
+  for (int64_t i = 0; i < num_pairs; i++) {
+    const float a = first[i * kStep], b = second[i * kStep];
+    first[i * kStep] = a * cosines[i] - b * sines[i];
+    second[i * kStep] = b * cosines[i] + a * sines[i];
   }
+}
+
+void rotate(float* x, const float* row, int64_t rotary_dim, bool interleaved) {
+  const int64_t half = rotary_dim / 2;
+  interleaved ? rotate_pairs<2>(x, x + 1, row, row + half, half) : rotate_pairs<1>(x, x + half, row, row + half, half);
 }
 
 template <bool kFinite, class T>
@@ -81,8 +88,8 @@ void round_to(T* to, const float* from, int64_t size) {
 template <class T>
 struct Buffers {
   alignas(64) float head[kMaxHeadDim];
-  alignas(64) T key[kMaxHeadDim] = {};
-  alignas(64) T value[kMaxHeadDim] = {};
+  alignas(64) T key[kMaxHeadDim];
+  alignas(64) T value[kMaxHeadDim];
 };
 
 template <class T>
