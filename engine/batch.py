@@ -74,5 +74,7 @@ class Engine(Protocol):
     def info(self) -> EngineInfo: ...
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Write the batch's KV and return float32 logits [L, vocab_size], on the engine's device."""
+        """Write the batch's KV and return float32 logits [L, vocab_size], on the engine's device, valid until the next
+        call.
+        """
         ...

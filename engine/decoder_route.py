@@ -1,7 +1,11 @@
-"""The decoder route: a folder that `engine.families` knows, run by `engine.decoder`."""
+"""The decoder route: a folder that `engine.families` knows, run by `engine.decoder`.
+
+On a GPU, decode steps are replayed as CUDA graphs (`engine.cuda_graphs`).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +13,7 @@ import torch
 from transformers import AutoConfig
 
 from engine.batch import Batch
+from engine.cuda_graphs import CudaRecorder, GraphedSteps, GraphLimits, Recorder, in_own_workspace
 from engine.decoder import Decoder
 from engine.decoder_spec import DecoderSpec
 from engine.decoder_weights import Checkpoint, WeightReader
@@ -41,10 +46,15 @@ class DecoderModel:
         device: torch.device,
         max_model_len: int,
         *,
+        max_sequences: int = 256,
+        recorder: Recorder | None = None,
         cache: Path | None = None,
         progress: Progress | None = None,
     ) -> None:
-        """Raises IncompleteModel for a checkpoint that lacks something, UnsupportedModel for heads of an odd shape."""
+        """`recorder` makes graphs of decode steps of up to `max_sequences` rows; None: CUDA's on a GPU, else none.
+
+        Raises IncompleteModel for a checkpoint that lacks something.
+        """
         self.device = device
         self.dtype = dtype
         self.vocab_size = spec.vocab_size
@@ -55,6 +65,9 @@ class DecoderModel:
         self.ops = ops
         self.fingerprint = f"route=decoder kernels={ops.fingerprint}"
         self._spec = spec
+        self._max_model_len = max_model_len
+        self._max_sequences = max_sequences
+        self._recorder = CudaRecorder() if recorder is None and device.type == "cuda" else recorder
         self._plans = StepPlanBuilder(device)
         if progress:
             progress("loading weights", None)
@@ -66,15 +79,27 @@ class DecoderModel:
         else:
             weights = dict(reader.items())
         self._decoder = Decoder(spec, weights, ops, dtype, device, max_model_len)
+        self._forward: Callable[[Batch], torch.Tensor] = self._as_it_is
 
     def allocate(self, num_blocks: int, block_size: int) -> None:
         """Raises ValueError for a block size that the operations don't take."""
+        recorder = self._recorder
+        # Graphs pad a step with rows that live in a block of their own.
+        num_held = num_blocks if recorder is None else num_blocks + 1
         self._decoder.bind_caches(
-            [self.ops.make_cache(num_blocks, block_size, self._spec.heads, self.dtype) for _ in self.layers]
+            [self.ops.make_cache(num_held, block_size, self._spec.heads, self.dtype) for _ in self.layers]
         )
+        if recorder is not None:
+            limits = GraphLimits(self._max_sequences, self._max_model_len, block_size, scratch_block=num_blocks)
+            own = in_own_workspace(self._decoder, self._max_sequences, self.dtype, self.device)
+            steps = GraphedSteps(self._decoder.forward, own, recorder, self._plans, self.device, limits)
+            self._forward = steps.forward
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """float32 logits [L, vocab_size], valid until the next call."""
+        return self._forward(batch)
+
+    def _as_it_is(self, batch: Batch) -> torch.Tensor:
         return self._decoder.forward(self._plans.build(batch))
 
 

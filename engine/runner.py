@@ -155,7 +155,16 @@ def _load_model(
             ops = select_ops(device, wanted.kernels, fast_numerics=wanted.numerics == "fast")
             reason = refusal(facts, spec, ops, dtype, wanted.block_size)
             if reason is None:
-                return DecoderModel(facts, spec, ops, dtype, device, max_model_len, progress=progress)
+                return DecoderModel(
+                    facts,
+                    spec,
+                    ops,
+                    dtype,
+                    device,
+                    max_model_len,
+                    max_sequences=wanted.max_sequences,
+                    progress=progress,
+                )
             why = reason
         if wanted.route == "decoder":
             raise UnsupportedModel(f"the decoder route can't run {facts.folder}: {why}")
