@@ -12,6 +12,7 @@ from tandem.v1 import draft_pb2_grpc
 
 from cluster import event_loop, logs
 from cluster.config import load
+from cluster.leaders import follow
 from cluster.server import CannotBind, add_health, bind, create_server, join_address, run_until_signal
 from cluster.telemetry import Telemetry
 from draft_worker.announcement import Announcement
@@ -41,7 +42,7 @@ async def serve(config: DraftWorkerConfig) -> int:
     await server.start()
     telemetry = await _telemetry(config, servicer, thread.drafter)
     announcement = Announcement(
-        scheduler=config.scheduler,
+        leaders=follow(config.schedulers(), config.state, config.cluster, config.cell),
         worker_id=config.worker_id or f"draft-{uuid.uuid4().hex[:8]}",
         model=config.target,
         address=config.advertise or address,

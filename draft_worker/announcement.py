@@ -8,7 +8,8 @@ import logging
 import grpc
 from tandem.v1 import scheduler_pb2_grpc
 
-from cluster.channel import backoff_delay_s, connect
+from cluster.channel import connect
+from cluster.leaders import Leaders
 from cluster.logs import event
 from draft_worker.convert import hello_to_proto, sign_of_life_to_proto
 
@@ -26,11 +27,12 @@ class Refused(Exception):
 
 
 class Announcement:
-    """One stream that is renewed whenever it is lost. Everything happens on the event loop."""
+    """One stream, renewed whenever it is lost or another leads. Everything happens on the event loop."""
 
-    def __init__(self, *, scheduler: str, worker_id: str, model: str, address: str, proposer: str) -> None:
+    def __init__(self, *, leaders: Leaders, worker_id: str, model: str, address: str, proposer: str) -> None:
         self.announced = False
-        self._scheduler = scheduler
+        self._leaders = leaders
+        self._scheduler = ""
         self._worker_id = worker_id
         self._model = model
         self._address = address
@@ -40,20 +42,31 @@ class Announcement:
     async def run(self) -> None:
         """Announce until cancelled; the end of the stream is what takes the announcement back."""
         attempt = 0
-        while True:
-            try:
-                await self._converse()
-            except (*STREAM_ERRORS, Refused) as error:
-                if self.announced or attempt == 0:
-                    event(logger, "no scheduler", level=logging.WARNING, at=self._scheduler, why=_reason(error))
-            attempt = 0 if self.announced else attempt + 1
-            self.announced = False
-            await asyncio.sleep(backoff_delay_s(attempt, max_s=MAX_BACKOFF_S))
+        self._leaders.start()
+        try:
+            while True:
+                self._scheduler = await self._leaders.candidate()
+                attempt = await self._announce(attempt)
+                await self._leaders.pause(attempt, max_s=MAX_BACKOFF_S)
+        finally:
+            await self._leaders.close()
+
+    async def _announce(self, attempt: int) -> int:
+        """One stream and its end; the number of attempts in vain so far."""
+        try:
+            await self._converse()
+        except (*STREAM_ERRORS, Refused) as error:
+            self._leaders.refused(error)
+            if self.announced or attempt == 0:
+                event(logger, "no scheduler", level=logging.WARNING, at=self._scheduler, why=_reason(error))
+        attempt = 0 if self.announced else attempt + 1
+        self.announced = False
+        return attempt
 
     async def _converse(self) -> None:
         channel = connect(self._scheduler)
         call = scheduler_pb2_grpc.SchedulerServiceStub(channel).Announce()
-        beating: asyncio.Task[None] | None = None
+        parts: list[asyncio.Task[None]] = []
         try:
             hello = hello_to_proto(
                 worker_id=self._worker_id,
@@ -66,16 +79,26 @@ class Announcement:
                 await call.write(hello)
                 await self._take(await call.read(), call)
             self.announced = True
+            self._leaders.welcomed()
             event(logger, "announced", scheduler=self._scheduler, address=self._address, term=self._highest_term)
-            beating = asyncio.ensure_future(_beat(call))
-            while True:
-                await self._take(await call.read(), call)
+            parts = [asyncio.ensure_future(part) for part in (self._read(call), _beat(call), self._until_outranked())]
+            done, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
+            for part in done:
+                part.result()
         finally:
-            if beating is not None:
-                beating.cancel()
-                await asyncio.gather(beating, return_exceptions=True)
+            for part in parts:
+                part.cancel()
+            await asyncio.gather(*parts, return_exceptions=True)
             call.cancel()
             await channel.close()
+
+    async def _read(self, call: grpc.aio.StreamStreamCall) -> None:
+        while True:
+            await self._take(await call.read(), call)
+
+    async def _until_outranked(self) -> None:
+        address = await self._leaders.outranked(self._highest_term)
+        raise Refused(f"{address} leads under a higher term")
 
     async def _take(self, response: object, call: grpc.aio.StreamStreamCall) -> None:
         if response is grpc.aio.EOF:

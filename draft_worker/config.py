@@ -17,7 +17,17 @@ class DraftWorkerConfig:
     target: str = field(metadata={"help": "served name of the target model", "metavar": "NAME"})
     draft: str = _setting("ngram", "folder or hub id of a small model, ngram or fake", metavar="FOLDER|ngram|fake")
     target_model: str = _setting("", "folder of the target model, whose vocabulary is compared", metavar="FOLDER")
-    scheduler: str = _setting("127.0.0.1:50052", "the scheduler to announce to", metavar="HOST:PORT")
+    scheduler: str = _setting(
+        "",
+        "the scheduler to announce to; of several, comma-separated, the leader is found and followed (default "
+        "127.0.0.1:50052, unless --state is a URL)",
+        metavar="HOST:PORT",
+    )
+    state: str = _setting(
+        "memory", "where schedulers are found: memory (nowhere) or redis://HOST:PORT/DB", metavar="memory|URL"
+    )
+    cluster: str = _setting("tandem", "the cluster's name within that state")
+    cell: str = _setting("", "the cell to draft in; empty: the only one there is")
     host: str = _setting("127.0.0.1", "address to listen on")
     port: int = _setting(0, "port to listen on; 0: any free one", min=0, max=65535)
     advertise: str = _setting("", "HOST:PORT that workers dial, where it differs from the one listened on")
@@ -31,3 +41,13 @@ class DraftWorkerConfig:
     metrics_port: int = _setting(-1, "port of /metrics; 0: any free one, -1: none", min=-1, max=65535)
     fake_step_ms: float = _setting(0.0, "fake engine: time of one step", min=0.0)
     fake_disagreement: float = _setting(0.2, "fake engine: share of contexts it guesses wrong", min=0.0, max=1.0)
+
+    def schedulers(self) -> tuple[str, ...]:
+        """The addresses of schedulers that are known from the start."""
+        given = self.scheduler or ("127.0.0.1:50052" if self.state == "memory" else "")
+        return tuple(address.strip() for address in given.split(",") if address.strip())
+
+    def validate(self) -> None:
+        """Raise ValueError for what no single field shows."""
+        if self.state != "memory" and not self.state.startswith(("redis://", "rediss://", "unix://")):
+            raise ValueError(f"--state is memory or a Redis URL such as redis://127.0.0.1:6379/0, not {self.state!r}")

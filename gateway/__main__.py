@@ -13,6 +13,7 @@ import grpc
 from cluster import event_loop, logs, server
 from cluster.config import load
 from cluster.health import Health
+from cluster.leaders import follow
 from cluster.logs import event
 from cluster.server import CannotBind
 from cluster.telemetry import Telemetry
@@ -41,7 +42,7 @@ class Gateway:
         self.workers = TextWorkers()
         metrics = GatewayMetrics(self.telemetry, lambda: len(self.table), lambda: float(self.session.up))
         self.session = Session(
-            config.schedulers(),
+            follow(config.schedulers(), config.state, config.cluster, config.cell),
             gateway_id=f"gateway-{secrets.token_hex(8)}",
             table=self.table,
             metrics=metrics,

@@ -12,12 +12,22 @@ class GatewayConfig:
     host: str = field(default="127.0.0.1", metadata={"help": "address to listen on"})
     port: int = field(default=50051, metadata={"help": "port to listen on; 0: any free one", "min": 0, "max": 65535})
     scheduler: str = field(
-        default="127.0.0.1:50052",
+        default="",
         metadata={
-            "help": "the scheduler; several candidates are tried in turn, comma-separated",
+            "help": "the scheduler; of several, comma-separated, the leader is found and followed (default "
+            "127.0.0.1:50052, unless --state is a URL)",
             "metavar": "HOST:PORT",
         },
     )
+    state: str = field(
+        default="memory",
+        metadata={
+            "help": "where schedulers are found: memory (nowhere) or redis://HOST:PORT/DB",
+            "metavar": "memory|URL",
+        },
+    )
+    cluster: str = field(default="tandem", metadata={"help": "the cluster's name within that state"})
+    cell: str = field(default="", metadata={"help": "the cell whose leader is followed; empty: the only one there is"})
     model: tuple[str, ...] = field(
         default=(), metadata={"help": "a served model and the folder with its tokenizer", "metavar": "NAME=FOLDER"}
     )
@@ -50,12 +60,15 @@ class GatewayConfig:
         return folders
 
     def schedulers(self) -> tuple[str, ...]:
-        """The schedulers' addresses."""
-        return tuple(address.strip() for address in self.scheduler.split(",") if address.strip())
+        """The addresses of schedulers that are known from the start."""
+        given = self.scheduler or ("127.0.0.1:50052" if self.state == "memory" else "")
+        return tuple(address.strip() for address in given.split(",") if address.strip())
 
     def validate(self) -> None:
         """Raise ValueError for what no single field shows."""
+        if self.state != "memory" and not self.state.startswith(("redis://", "rediss://", "unix://")):
+            raise ValueError(f"--state is memory or a Redis URL such as redis://127.0.0.1:6379/0, not {self.state!r}")
         if not self.models():
             raise ValueError("--model NAME=FOLDER is needed at least once")
-        if not self.schedulers():
+        if not self.schedulers() and self.state == "memory":
             raise ValueError("--scheduler HOST:PORT is needed")

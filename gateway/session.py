@@ -2,8 +2,10 @@
 
     connect ─▶ Hello{highest term} ─▶ Welcome{term} ─▶ resubmit every live request ─▶ up
        ▲                                  │ lower term than seen: a stale leader        │
-       └────── back-off, next address ◀───┴───────────────── stream ends ◀──────────────┘
+       └────── back-off, next address ◀───┴── stream ends, or a higher term leads ◀─────┘
 
+* `Leaders` says whom to call, and when a scheduler leads under a higher term than ours: however healthy this stream
+  looks, its scheduler has missed that, and is left.
 * A resubmission carries what the request has emitted, and a higher attempt; clients only see a pause. Resubmissions are
   paced, so that a scheduler that has just started isn't met by everything at once.
 * Output is matched by handle, and a handle belongs to one submission: whatever an earlier one still says is dropped.
@@ -24,6 +26,7 @@ from tandem.v1 import scheduler_pb2_grpc
 
 from cluster import channel
 from cluster.errors import Internal, from_status
+from cluster.leaders import Leaders
 from cluster.logs import event
 from gateway import convert
 from gateway.metrics import GatewayMetrics
@@ -49,7 +52,7 @@ class Session:
 
     def __init__(
         self,
-        addresses: Sequence[str],
+        leaders: Leaders,
         gateway_id: str,
         table: RequestTable,
         metrics: GatewayMetrics,
@@ -58,8 +61,11 @@ class Session:
         loss_s: float = 60.0,
         first_backoff_s: float = 0.1,
     ) -> None:
-        """`on_models`: the scheduler's models; `on_change`: the session went up or down, or the scheduler drains."""
-        self._addresses = addresses
+        """`leaders`: not yet started, ours to close.
+
+        `on_models`: the scheduler's models; `on_change`: the session went up or down, or the scheduler drains.
+        """
+        self._leaders = leaders
         self._gateway_id = gateway_id
         self._table = table
         self._metrics = metrics
@@ -113,6 +119,7 @@ class Session:
     def start(self) -> None:
         """Begin to connect, and keep doing so."""
         self._arm_loss_timer()
+        self._leaders.start()
         self._task = asyncio.create_task(self._run(), name="session")
 
     async def close(self) -> None:
@@ -123,22 +130,23 @@ class Session:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
             self._task = None
+        await self._leaders.close()
 
     async def _run(self) -> None:
-        attempt = number = 0
+        attempt = 0
         while True:
-            address = self._addresses[number % len(self._addresses)]
+            address = await self._leaders.candidate()
             try:
                 await self._serve(address)
             except (grpc.RpcError, SessionRefused, TimeoutError, OSError, asyncio.InvalidStateError) as error:
                 self._log_loss(address, error, attempt)
+                self._leaders.refused(error)
             except Exception:
                 logger.exception("the session failed")
             was_up = self.up
             self._go_down()
             attempt = 0 if was_up else attempt + 1
-            number += 1
-            await channel.backoff(attempt, first_s=self._first_backoff_s)
+            await self._leaders.pause(attempt, first_s=self._first_backoff_s)
 
     def _log_loss(self, address: str, error: BaseException, attempt: int) -> None:
         # A scheduler that is away for long would fill the log; powers of two tell the story.
@@ -153,7 +161,7 @@ class Session:
         """One connection, from Hello until the stream ends."""
         async with channel.connect(address) as connection:
             call = scheduler_pb2_grpc.SchedulerServiceStub(connection).Session()
-            writer: asyncio.Task[None] | None = None
+            parts: list[asyncio.Task[None]] = []
             try:
                 async with asyncio.timeout(_WELCOME_TIMEOUT_S):
                     await call.write(convert.hello(self._gateway_id, self._highest_term))
@@ -161,22 +169,28 @@ class Session:
                 if first is grpc.aio.EOF:
                     raise SessionRefused("the stream ended before a welcome")
                 self._welcome(address, convert.session_news(first))
-                writer = asyncio.create_task(self._write(call), name="session writer")
-                writer.add_done_callback(lambda _: call.cancel())
+                parts = [asyncio.create_task(self._write(call)), asyncio.create_task(self._until_outranked())]
+                for part in parts:
+                    part.add_done_callback(lambda _: call.cancel())
                 while (message := await call.read()) is not grpc.aio.EOF:
                     self._take(convert.session_news(message))
                 if (code := await call.code()) is not grpc.StatusCode.OK:
                     raise SessionRefused(f"the stream ended: {code.name}")
             except asyncio.CancelledError:
-                # Our own writer cancels the call when it fails; that is a lost session, not the end of this task.
-                if writer is None or not writer.done() or writer.cancelled() or writer.exception() is None:
+                # A part that has ended cancels the call; that is a lost session, not the end of this task.
+                why = next((part.exception() for part in parts if part.done() and not part.cancelled()), None)
+                if why is None:
                     raise
-                raise SessionRefused("writing failed") from writer.exception()
+                raise SessionRefused(str(why) if isinstance(why, SessionRefused) else "writing failed") from why
             finally:
                 call.cancel()
-                if writer is not None:
-                    writer.cancel()
-                    await asyncio.gather(writer, return_exceptions=True)
+                for part in parts:
+                    part.cancel()
+                await asyncio.gather(*parts, return_exceptions=True)
+
+    async def _until_outranked(self) -> None:
+        address = await self._leaders.outranked(self._highest_term)
+        raise SessionRefused(f"{address} leads under a higher term")
 
     # -------------------------------------------------------------------------------------------- up and down
 
@@ -186,6 +200,7 @@ class Session:
         if news.term < self._highest_term:
             raise SessionRefused(f"term {news.term} is over: {self._highest_term} has been seen")
         self._highest_term = news.term
+        self._leaders.welcomed()
         self._submits.clear()
         self._cancels.clear()
         resubmitted = 0

@@ -23,7 +23,7 @@ from scheduler.servicer import AdminServicer, SchedulerServicer
 
 SERVICES = ("tandem.v1.SchedulerService", "tandem.v1.AdminService")
 REFLECTED = (*SERVICES, health.SERVICE_NAME)
-HAND_OVER_TIMEOUT_S = 5.0
+HAND_OVER_TIMEOUT_S = 3.0
 logger = logging.getLogger(__name__)
 
 

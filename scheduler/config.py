@@ -51,6 +51,8 @@ class SchedulerConfig:
 
     def validate(self) -> None:
         """Raise ValueError for what no single field shows."""
+        if self.state != "memory" and not self.state.startswith(("redis://", "rediss://", "unix://")):
+            raise ValueError(f"--state is memory or a Redis URL such as redis://127.0.0.1:6379/0, not {self.state!r}")
         for name in ("cluster", "cell", "advertise"):
             value = getattr(self, name)
             if any(character.isspace() or character in "{}/" for character in value) or not (

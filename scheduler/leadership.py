@@ -27,7 +27,8 @@ from scheduler.loop import Cell
 
 logger = logging.getLogger(__name__)
 
-ENTRY_TTL_S = 10.0
+ENTRY_TTL_S = 3.0
+HAND_OVER_PERIOD_S = 0.05
 RETRY_AFTER_S = 0.5
 
 
@@ -62,6 +63,8 @@ class Leadership:
         self._highest_seen = 0
         self._resigning = False
         self._store_is_away = False
+        self._patient_until = 0.0
+        """a store that comes back may have lost the lease; the leader, if there is one, puts it back first"""
         self._wake = asyncio.Event()
         self._asked: list[asyncio.Future[None]] = []
         self._watchers: set[asyncio.Event] = set()
@@ -80,9 +83,10 @@ class Leadership:
         self._wake_watchers()
         if self._task is None:
             return
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
-        self._task = None
+        task, self._task = self._task, None
+        # Not cancelled: a cancelled call of the store's client may go on as if nothing were.
+        self._wake.set()
+        await asyncio.gather(task, return_exceptions=True)
         try:
             if self._lease is not None:
                 await self._state.release(self._lease)
@@ -139,9 +143,7 @@ class Leadership:
         try:
             async with asyncio.timeout(timeout_s):
                 await self._ask()
-                if self._lease is not None and len(self.view.schedulers) < 2:
-                    return False
-                while self._lease is not None:
+                while self._lease is not None and len(self.view.schedulers) > 1:
                     changed.clear()
                     await changed.wait()
         except TimeoutError:
@@ -160,15 +162,21 @@ class Leadership:
         await done
 
     async def _run(self) -> None:
-        while True:
-            # A standby looks more often than a leader renews: what it adds to ttl_s is a pause of every stream.
+        while not self._closed:
             try:
-                async with asyncio.timeout(self._ttl_s / (3 if self._lease is not None else 10)):
+                async with asyncio.timeout(self._period_s()):
                     await self._wake.wait()
             except TimeoutError:
                 pass
             self._wake.clear()
-            await self._round()
+            if not self._closed:
+                await self._round()
+
+    def _period_s(self) -> float:
+        """A standby looks more often than a leader renews: what it adds to ttl_s is a pause of every stream."""
+        if self._resigning:
+            return HAND_OVER_PERIOD_S
+        return self._ttl_s / (10 if self._lease is None else 3)
 
     async def _round(self) -> None:
         asked, self._asked = self._asked, []
@@ -197,6 +205,8 @@ class Leadership:
             if held is not None and await self._has_standby():
                 await self._state.release(held)
             held = await self._state.leader(self._cell_name) or self._lease
+        elif held is None and asyncio.get_running_loop().time() < self._patient_until:
+            held = await self._state.leader(self._cell_name)
         elif held is None or self._highest_seen > held.term:
             held = await self._state.acquire(
                 self._cell_name,
@@ -248,6 +258,8 @@ class Leadership:
             changed.set()
 
     def _note_store(self, *, away: bool, why: str = "") -> None:
+        if away and self.view.term:
+            self._patient_until = asyncio.get_running_loop().time() + self._ttl_s
         if away != self._store_is_away:
             self._store_is_away = away
             if away:

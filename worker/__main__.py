@@ -11,6 +11,7 @@ import uuid
 from cluster import event_loop, logs
 from cluster.config import load
 from cluster.health import Health
+from cluster.leaders import follow
 from cluster.server import CannotBind, add_health, bind, create_server, join_address, run_until_signal
 from engine.errors import ModelError
 from engine.noise import choice_seed
@@ -118,7 +119,7 @@ async def _build(config: WorkerConfig) -> Worker:
     executor = Executor(engine, SequenceTable(limits, choice_seed), worker.link or NoDrafting())
     worker.steps.adopt(executor)
     worker.attachment = Attachment(
-        scheduler=config.scheduler,
+        leaders=follow(config.schedulers(), config.state, config.cluster, config.cell),
         worker_id=worker_id,
         boot_id=uuid.uuid4().hex,
         model=config.model_name,

@@ -3,6 +3,9 @@
     dialling ──Hello──▶ waiting ──Welcome──▶ attached ──▶ lost ──▶ (back-off) ──▶ dialling
                                                  └──drain──▶ draining ──Drained──▶ ended
 
+`Leaders` says whom to dial, and when a scheduler leads under a higher term than the one attached to: that one has
+missed it, and is left, however healthy the stream looks.
+
 Hello is said only after the running step has ended and the queued ones were dropped; what the slots still hold is
 offered in it, and forgotten at Welcome. Whatever carries another term or epoch than the Welcome's is dropped, and so is
 the outcome of a step that was issued in an earlier epoch.
@@ -17,7 +20,8 @@ from collections.abc import Callable
 import grpc
 from tandem.v1 import scheduler_pb2, scheduler_pb2_grpc
 
-from cluster.channel import backoff_delay_s, connect
+from cluster.channel import connect
+from cluster.leaders import Leaders
 from cluster.logs import event
 from worker.convert import (
     draining_to_proto,
@@ -50,7 +54,7 @@ class Attachment:
     def __init__(
         self,
         *,
-        scheduler: str,
+        leaders: Leaders,
         worker_id: str,
         boot_id: str,
         model: str,
@@ -62,7 +66,8 @@ class Attachment:
         self.attached = False
         self.last_step = 0
         """number of the last step whose result was sent, in this epoch"""
-        self._scheduler = scheduler
+        self._leaders = leaders
+        self._scheduler = ""
         self._identity = (worker_id, boot_id, model)
         self._steps = steps
         self._fingerprint = executor.engine.info.fingerprint
@@ -81,20 +86,24 @@ class Attachment:
     async def run(self) -> None:
         """Attach, and attach again whenever the stream is lost; returns once relieved, or lost while draining."""
         attempt = 0
+        self._leaders.start()
         try:
             while not (self._drained.is_set() or self._draining):
+                self._scheduler = await self._leaders.candidate()
                 try:
                     await self._converse()
                 except (*STREAM_ERRORS, StreamEnded, TooManySteps) as error:
+                    self._leaders.refused(error)
                     if self.attached or attempt == 0:
                         event(logger, "no scheduler", level=logging.WARNING, at=self._scheduler, why=_reason(error))
                 attempt = 0 if self.attached else attempt + 1
                 self._set_attached(False)
                 if not (self._drained.is_set() or self._draining):
-                    await asyncio.sleep(backoff_delay_s(attempt, max_s=MAX_BACKOFF_S))
+                    await self._leaders.pause(attempt, max_s=MAX_BACKOFF_S)
         finally:
             self._set_attached(False)
             self._ended.set()
+            await self._leaders.close()
 
     async def drain(self, timeout_s: float) -> None:
         """Ask to be relieved, and go on executing until that is so, the stream is lost or the time is over."""
@@ -132,7 +141,8 @@ class Attachment:
             self._outbox = asyncio.Queue()
             self.last_step = self._issued = 0
             self._set_attached(True)
-            parts = [asyncio.ensure_future(part) for part in (self._read(call), self._write(call), self._beat())]
+            running = (self._read(call), self._write(call), self._beat(), self._until_outranked())
+            parts = [asyncio.ensure_future(part) for part in running]
             done, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
             for part in done:
                 part.result()
@@ -167,6 +177,7 @@ class Attachment:
         if welcome.term < self._highest_term:
             raise StreamEnded(f"the scheduler's term {welcome.term} is below {self._highest_term}")
         self._term, self._epoch, self._highest_term = welcome.term, welcome.epoch, welcome.term
+        self._leaders.welcomed()
         event(logger, "attached", scheduler=self._scheduler, term=self._term, epoch=self._epoch, offered=len(residents))
 
     async def _read(self, call: grpc.aio.StreamStreamCall) -> None:
@@ -200,6 +211,10 @@ class Attachment:
             await call.write(message)
             if message.WhichOneof("message") == "result":
                 self.last_step = message.result.number
+
+    async def _until_outranked(self) -> None:
+        address = await self._leaders.outranked(self._term)
+        raise StreamEnded(f"{address} leads under a higher term")
 
     async def _beat(self) -> None:
         while True:

@@ -15,7 +15,17 @@ class WorkerConfig:
     """Runs the target model: attaches to the scheduler and executes the steps that it plans."""
 
     model: str = field(metadata={"help": "folder or hub id of the target model", "metavar": "FOLDER"})
-    scheduler: str = _setting("127.0.0.1:50052", "the scheduler to attach to", metavar="HOST:PORT")
+    scheduler: str = _setting(
+        "",
+        "the scheduler to attach to; of several, comma-separated, the leader is found and followed (default "
+        "127.0.0.1:50052, unless --state is a URL)",
+        metavar="HOST:PORT",
+    )
+    state: str = _setting(
+        "memory", "where schedulers are found: memory (nowhere) or redis://HOST:PORT/DB", metavar="memory|URL"
+    )
+    cluster: str = _setting("tandem", "the cluster's name within that state")
+    cell: str = _setting("", "the cell to work in; empty: the only one there is")
     worker_id: str = _setting("", "this worker's name; made at start when empty")
     served_model_name: str = _setting("", "the name that clients use; the folder's when empty")
     engine: str = _setting("transformers", "real weights, or none", choices=("transformers", "fake"))
@@ -55,3 +65,13 @@ class WorkerConfig:
     def model_name(self) -> str:
         """The name that clients use."""
         return self.served_model_name or self.model.rstrip("/").rsplit("/", 1)[-1]
+
+    def schedulers(self) -> tuple[str, ...]:
+        """The addresses of schedulers that are known from the start."""
+        given = self.scheduler or ("127.0.0.1:50052" if self.state == "memory" else "")
+        return tuple(address.strip() for address in given.split(",") if address.strip())
+
+    def validate(self) -> None:
+        """Raise ValueError for what no single field shows."""
+        if self.state != "memory" and not self.state.startswith(("redis://", "rediss://", "unix://")):
+            raise ValueError(f"--state is memory or a Redis URL such as redis://127.0.0.1:6379/0, not {self.state!r}")

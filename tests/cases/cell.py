@@ -23,6 +23,7 @@ from tandem.v1 import draft_pb2_grpc, generation_pb2, generation_pb2_grpc, sched
 
 from cli.fake_model import SPECIAL_TOKENS, byte_symbols, write_fake_model
 from cluster.channel import connect
+from cluster.leaders import Leaders
 from cluster.server import bind, create_server
 from draft_worker.drafting import Drafter, DraftThread
 from draft_worker.mirrors import MirrorTable
@@ -203,7 +204,13 @@ async def _worker(scheduler: str, engine: Any, drafting: bool) -> AsyncIterator[
     steps.adopt(executor)
     parts.append(
         Attachment(
-            scheduler=scheduler, worker_id="w", boot_id="b", model=MODEL, steps=steps, executor=executor, link=link
+            leaders=Leaders([scheduler]),
+            worker_id="w",
+            boot_id="b",
+            model=MODEL,
+            steps=steps,
+            executor=executor,
+            link=link,
         )
     )
     tasks = [asyncio.ensure_future(parts[0].run())]

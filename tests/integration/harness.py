@@ -89,6 +89,8 @@ class Cluster:
     folder: Path
     model: Path
     worker_flags: dict[str, Any] = field(default_factory=dict)
+    discovery: dict[str, Any] = field(default_factory=dict)
+    """how gateways and workers find schedulers, where that is not the one scheduler's address"""
     processes: dict[str, Process] = field(default_factory=dict)
     channels: list[Any] = field(default_factory=list)
 
@@ -132,22 +134,25 @@ class Cluster:
         return process
 
     async def add_gateway(self, name: str, **flags: Any) -> Process:
-        flags = {"port": 0, "scheduler": self.scheduler, "model": f"{MODEL}={self.model}", **flags}
+        flags = {"port": 0, **self._discovery(), "model": f"{MODEL}={self.model}", **flags}
         return await self.add(name, "gateway", **flags)
 
     async def add_worker(self, name: str, **flags: Any) -> Process:
         flags = {
-            "scheduler": self.scheduler, "worker_id": name, "model": self.model, "served_model_name": MODEL,
+            **self._discovery(), "worker_id": name, "model": self.model, "served_model_name": MODEL,
             **self.worker_flags, **flags,
         }  # fmt: skip
         return await self.add(name, "worker", **flags)
 
     async def add_draft_worker(self, name: str, draft: str, **flags: Any) -> Process:
         flags = {
-            "scheduler": self.scheduler, "worker_id": name, "target": MODEL, "target_model": self.model, "draft": draft,
+            **self._discovery(), "worker_id": name, "target": MODEL, "target_model": self.model, "draft": draft,
             "port": 0, **flags,
         }  # fmt: skip
         return await self.add(name, "draft_worker", **flags)
+
+    def _discovery(self) -> dict[str, Any]:
+        return self.discovery or {"scheduler": self.scheduler}
 
     async def restore(self, workers: int, draft: str | None = None) -> None:
         """Everything that was killed, stopped or drained is back."""
@@ -228,13 +233,10 @@ class Cluster:
     async def stop(self) -> None:
         for channel in self.channels:
             await channel.close()
-        order = sorted(self.processes, key=lambda name: name.startswith("scheduler"))
-        for name in order:
-            if name != "scheduler":
-                self.processes[name].signal(signal.SIGCONT) if self.processes[name].child.returncode is None else None
-        await asyncio.gather(*(self.processes[name].stop() for name in order if name != "scheduler"))
-        if "scheduler" in self.processes:
-            await self.processes["scheduler"].stop()
+        schedulers = [name for name in self.processes if name.startswith("scheduler")]
+        others = [name for name in self.processes if name not in schedulers]
+        for names in (others, schedulers):
+            await asyncio.gather(*(self.processes[name].stop() for name in names))
 
 
 def request(prompt: list[int] | str = "Once", max_tokens: int = 32, **fields: Any) -> Any:

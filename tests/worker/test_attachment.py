@@ -14,6 +14,7 @@ import pytest
 from tandem.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 from cluster.errors import from_status
+from cluster.leaders import Leaders
 from cluster.server import bind, create_server
 from engine.batch import Batch
 from engine.fake import FakeEngine
@@ -131,7 +132,7 @@ async def bench() -> AsyncIterator[Bench]:
     link = DraftLink(worker_id="w1", model="m", vocab_size=260)
     changes: list[bool] = []
     attachment = Attachment(
-        scheduler=f"127.0.0.1:{port}",
+        leaders=Leaders([f"127.0.0.1:{port}"]),
         worker_id="w1",
         boot_id="b1",
         model="m",
