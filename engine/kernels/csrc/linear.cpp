@@ -44,14 +44,15 @@ constexpr int kDepthPerStep = sizeof(T) == 2 ? 2 : 1;
 
 template <class T>
 constexpr int64_t kStepElements = kTileColumns * kDepthPerStep<T>;
+constexpr int64_t kStepBytes = 128;  // two cache lines
 
 inline Lanes add_product(Lanes sum, const float* weights, const float* x) { return fma(load(weights), fill(*x), sum); }
 inline Lanes add_product(Lanes sum, const bf16* weights, const bf16* x) {
   return add_pair_products(sum, load_pairs(weights), fill_pair(x));
 }
 
-// The sums of kVectors vectors of a tile's columns, from vector `first` on.
-template <class T, int kRows, int kVectors>
+// The sums of kVectors vectors of a tile's columns, from vector `first` on; kFetch: the whole tile is fetched ahead.
+template <class T, int kRows, int kVectors, bool kFetch>
 void multiply_vectors(const T* x, int64_t stride, const T* tile, int64_t depth, int first, float* sums) {
   constexpr int kVectorElements = kLanes * kDepthPerStep<T>;
   Lanes sum[kRows][kVectors];
@@ -63,12 +64,10 @@ void multiply_vectors(const T* x, int64_t stride, const T* tile, int64_t depth, 
   const T* weights = tile + first * kVectorElements;
   const int64_t num_steps = depth / kDepthPerStep<T>;
   for (int64_t step = 0; step < num_steps; step++, weights += kStepElements<T>) {
-    if constexpr (kRows <= kFewRows) {
-      constexpr int kLineElements = 64 / sizeof(T);
-#pragma GCC unroll 4
-      for (int offset = 0; offset < kVectors * kVectorElements; offset += kLineElements) {
-        __builtin_prefetch(weights + kFetchAheadBytes / sizeof(T) + offset);
-      }
+    if constexpr (kFetch) {
+      const char* ahead = reinterpret_cast<const char*>(weights) + kFetchAheadBytes;
+      __builtin_prefetch(ahead);
+      __builtin_prefetch(ahead + kStepBytes / 2);
     }
 #pragma GCC unroll 8
     for (int row = 0; row < kRows; row++) {
@@ -98,8 +97,9 @@ template <class T, int kRows>
 void multiply(const T* x, int64_t stride, const T* tile, int64_t depth, float* sums) {
   // As many vectors at once as leave registers for the weights: a whole tile, or half of one in 16 registers.
   constexpr int kVectors = kWideRegisters || kRows == 1 ? kTileVectors : kTileVectors / 2;
-  for (int first = 0; first < kTileVectors; first += kVectors) {
-    multiply_vectors<T, kRows, kVectors>(x, stride, tile, depth, first, sums);
+  multiply_vectors<T, kRows, kVectors, kRows <= kFewRows>(x, stride, tile, depth, 0, sums);
+  if constexpr (kVectors < kTileVectors) {
+    multiply_vectors<T, kRows, kVectors, false>(x, stride, tile, depth, kVectors, sums);
   }
 }
 
