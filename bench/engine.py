@@ -46,6 +46,9 @@ from engine.sampling_params import SamplingParams
 BLOCK_SIZE = 16
 PREFILL_CHUNK = 2048
 WARM_UP = 3
+MIN_STEPS = 5
+LONG_S = 1.0
+"""of a step that takes longer, one warms up and three are timed"""
 GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -99,12 +102,13 @@ class Bench:
         for row in range(work.rows):
             self._fill(row, work.context - work.tokens)
         batch = self._batch(work)
-        times: list[float] = []
-        for _ in range(WARM_UP):
+        long = self._step(batch) > LONG_S
+        for _ in range(0 if long else WARM_UP - 1):
             self._step(batch)
         warmed()
+        times: list[float] = []
         began = time.perf_counter()
-        while len(times) < 5 or time.perf_counter() - began < self._seconds:
+        while len(times) < (3 if long else MIN_STEPS) or time.perf_counter() - began < self._seconds:
             times.append(self._step(batch))
         return times
 
@@ -160,13 +164,15 @@ def blocks_per_row(kinds: list[Work]) -> list[int]:
 
 
 def split(facts: ModelFacts, options: RunnerOptions, kinds: list[Work], seconds: float) -> list[dict[str, Any]]:
-    """Each kind of step's milliseconds per operation, most first; nothing on the transformers route."""
+    """Each kind of step's milliseconds per operation, most first; nothing on the transformers route, nor on a GPU,
+    where steps are graphs (`bench.gpu_check` says more of those).
+    """
     dtype, device = resolve_dtype(options.dtype), resolve_device(options.device)
     spec = decoder_spec(facts, facts.max_model_len)
-    if options.route == "transformers" or isinstance(spec, Undescribed):
+    if options.route == "transformers" or isinstance(spec, Undescribed) or device.type != "cpu":
         return []
     ops = select_ops(device, options.kernels)
-    times = OpTimes(ops, device)
+    times = OpTimes(ops)
     model = DecoderModel(facts, spec, ops, dtype, device, facts.max_model_len)
     bench = Bench(ModelRunner(model, facts, replace(options, num_blocks=sum(blocks_per_row(kinds)))), kinds, seconds)
     result = []
