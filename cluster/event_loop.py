@@ -30,6 +30,7 @@ T = TypeVar("T")
 EXPERIMENTS = "GRPC_EXPERIMENTS"
 _ONE_POLLER = "-event_engine_poller_for_python"
 _MOST_BYTES = 4096
+_LOOK = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)
 
 
 def choose_poller() -> None:
@@ -73,7 +74,7 @@ def _is_grpc(callback: Callable[..., Any]) -> bool:
 
 def _read_once(wakeups: socket.socket, callback: Callable[[], Any]) -> None:
     """One call for all completions so far."""
-    waiting = len(wakeups.recv(_MOST_BYTES, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+    waiting = len(wakeups.recv(_MOST_BYTES, _LOOK))
     if waiting > 1:
         wakeups.recv(waiting - 1)
     callback()
