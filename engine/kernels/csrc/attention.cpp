@@ -192,8 +192,9 @@ class Attention {
       const int64_t position = position_of(rows, row);
       const Seen seen{static_cast<int>(std::clamp<int64_t>(first_seen(position) - key, 0, kTile)),
                       static_cast<int>(std::clamp<int64_t>(position + 1 - key, 0, kTile))};
-      factors[row] = weigh(scratch.scores + row * kTile, tiles.now.num_chunks * kChunkVectors, seen, in_.scale, in_.softcap,
-                           records[row * record_], scratch.sums + row * kLanes, scratch.weights + row * kTile);
+      factors[row] =
+          weigh(scratch.scores + row * kTile, tiles.now.num_chunks * kChunkVectors, seen, in_.scale, in_.softcap,
+                records[row * record_], scratch.sums + row * kLanes, scratch.weights + row * kTile);
     }
     add_values<T, kRows>(scratch.weights, tiles, columns_, factors, records + kRecordValues, record_);
   }

@@ -171,6 +171,16 @@ def test_a_plain_oracle_in_float64(case: Case, level: int, threads: int) -> None
         start += end - first
 
 
+@pytest.mark.parametrize("window", [498, 499, 500, 501, 512, 513])
+def test_windows_that_begin_at_a_partitions_edge(window: int) -> None:
+    """Position 1010 sees from 511 on with a window of 500: one key of the first partition."""
+    case = Case(HeadShape(2, 1, 16), [(1010, 3)], F32, rule=AttentionRule(0.2, window=window))
+    for level in LEVELS:
+        sequences = Sequences(case, level)
+        for position in (1010, 1011, 1012):
+            assert_near(sequences.attend([(0, position, position + 1)])[0], sequences, 0, position)
+
+
 ROWS = [(0, 40), (511, 3), (700, 20), (1030, 1), (5, 1), (0, 1), (512, 5)]
 SINKS = torch.linspace(-1, 2, 12)
 EXACT_CASES = [
