@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import grpc
 from tandem.v1 import admin_pb2, admin_pb2_grpc
 
-from cluster.errors import from_rpc_error
+from cluster.errors import TandemError, from_rpc_error
 
 _TIMEOUT_S = 5.0
 _STATES = {
@@ -81,16 +81,37 @@ class CellStatus:
     running: int
     counters: Counters
     draining: bool
+    cell: str
+    leading: bool
+    """the scheduler that answered leads the cell; a standby knows nothing of the rest"""
+    leader: str
+    """HOST:PORT of the scheduler that does; empty: nobody"""
 
 
 def status(scheduler: str) -> CellStatus:
-    """Ask the scheduler at HOST:PORT. Raises TandemError."""
-    return cell_status(_call(scheduler, "GetStatus", admin_pb2.GetStatusRequest()))
+    """Ask the scheduler at HOST:PORT, or the leader if that one is a standby and its leader answers.
+
+    Raises TandemError.
+    """
+    found = cell_status(_call(scheduler, "GetStatus", admin_pb2.GetStatusRequest()))
+    if found.leading or not found.leader:
+        return found
+    try:
+        return cell_status(_call(found.leader, "GetStatus", admin_pb2.GetStatusRequest()))
+    except TandemError:
+        return found
 
 
 def drain(scheduler: str, worker_id: str) -> None:
-    """Begin to drain a worker, or the whole cell if the id is empty. Raises TandemError."""
-    _call(scheduler, "Drain", admin_pb2.DrainRequest(worker_id=worker_id))
+    """Begin to drain a worker, or the whole cell if the id is empty; a standby says who leads. Raises TandemError."""
+    request = admin_pb2.DrainRequest(worker_id=worker_id)
+    try:
+        _call(scheduler, "Drain", request)
+    except TandemError as error:
+        leader = error.metadata.get("leader", "")
+        if error.reason != "NOT_LEADER" or not leader:
+            raise
+        _call(leader, "Drain", request)
 
 
 def cell_status(message: admin_pb2.GetStatusResponse) -> CellStatus:
@@ -108,6 +129,9 @@ def cell_status(message: admin_pb2.GetStatusResponse) -> CellStatus:
         running=message.running,
         counters=Counters(**{name: getattr(message.counters, name) for name in Counters.__slots__}),
         draining=message.draining,
+        cell=message.cell,
+        leading=message.leading,
+        leader=message.leader,
     )
 
 

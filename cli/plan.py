@@ -1,6 +1,6 @@
 """Which processes make up a local cluster, and with which flags. Pure.
 
-scheduler ◀── gateway            one each
+scheduler ◀── gateway            one each; with a shared state, standbys scheduler-1 … of the scheduler
     ▲─── worker-0 … worker-N-1   the cores are split among them
     └─── draft                   one thread, unless --draft none
 """
@@ -29,6 +29,8 @@ class ClusterOptions:
     port: int = 50051
     scheduler_port: int = 50052
     metrics_port: int = -1
+    num_schedulers: int = 1
+    state: str | None = None
     device: str | None = None
     dtype: str | None = None
     kv_cache_gib: float | None = None
@@ -70,22 +72,27 @@ class ChildSpec:
         return ["-P", "-m", self.service, *(f"--{name}={value}" for name, value in self.flags)]
 
 
-def scheduler_spec(options: ClusterOptions) -> ChildSpec:
-    """The scheduler; its port may be 0."""
+def scheduler_specs(options: ClusterOptions) -> list[ChildSpec]:
+    """The scheduler and its standbys, at ports one after the other; the port may be 0."""
+    return [_scheduler_spec(options, index) for index in range(options.num_schedulers)]
+
+
+def _scheduler_spec(options: ClusterOptions, index: int) -> ChildSpec:
     flags: Settings = [
         ("host", options.host),
-        ("port", options.scheduler_port),
-        ("metrics-port", _next_port(options.metrics_port)),
+        ("port", options.scheduler_port + index if options.scheduler_port else 0),
+        ("metrics-port", _later_port(options.metrics_port, 1 + index)),
+        ("state", options.state),
         ("max-waiting", options.max_waiting),
         ("token-budget", options.token_budget),
         ("max-draft-tokens", options.max_draft_tokens),
         ("drain-timeout-s", options.drain_timeout_s),
     ]
-    return ChildSpec("scheduler", "scheduler", _spell(flags))
+    return ChildSpec(f"scheduler-{index}" if index else "scheduler", "scheduler", _spell(flags))
 
 
 def gateway_spec(options: ClusterOptions, scheduler: str) -> ChildSpec:
-    """The gateway; its port may be 0."""
+    """The gateway; its port may be 0. `scheduler`, here and below: the addresses of all, comma-separated."""
     flags: Settings = [
         ("host", options.host),
         ("port", options.port),
@@ -145,9 +152,9 @@ def draft_specs(options: ClusterOptions, scheduler: str) -> list[ChildSpec]:
     return [ChildSpec("draft", "draft_worker", _spell(flags), _thread_env(1))]
 
 
-def _next_port(port: int) -> int:
-    """The scheduler's metrics port: one above the gateway's, where that is a real one."""
-    return port + 1 if port > 0 else port
+def _later_port(port: int, offset: int) -> int:
+    """A scheduler's metrics port: above the gateway's, where that is a real one."""
+    return port + offset if port > 0 else port
 
 
 def _thread_env(num_threads: int) -> tuple[tuple[str, str], ...]:

@@ -133,7 +133,9 @@ def table(before: CellStatus, now: CellStatus) -> RenderableType:
             "on" if worker.drafting else "off",
         )
     parts: list[RenderableType] = [Text(_headline(before, now)), workers]
-    if not now.workers:
+    if not now.leading:
+        parts.append(Text(f"a standby of cell {now.cell}; {now.leader or 'nobody'} leads", style="yellow"))
+    elif not now.workers:
         parts.append(Text("no worker is attached", style="yellow"))
     for draft in now.draft_workers:
         parts.append(Text(f"{draft.worker_id} drafts for {draft.model} with {draft.proposer} at {draft.address}"))
@@ -148,7 +150,7 @@ def _headline(before: CellStatus, now: CellStatus) -> str:
         f"acceptance {'-' if share is None else f'{share:.0%}'}  gateways {len(now.gateways)}  "
         f"finished {counters.requests_finished}  cancelled {counters.requests_cancelled}  "
         f"failed {counters.requests_failed}  resumed {counters.resumptions}  preempted {counters.preemptions}  "
-        f"up {now.uptime_s:.0f} s" + ("  DRAINING" if now.draining else "")
+        f"cell {now.cell}  led by {now.leader or '-'}  up {now.uptime_s:.0f} s" + ("  DRAINING" if now.draining else "")
     )
 
 

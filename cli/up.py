@@ -50,6 +50,8 @@ def add_parser(commands: Subparsers) -> None:
     add("--host", default="127.0.0.1", help="address that all services listen on (default: loopback only)")
     add("--port", type=port, default=50051, help="the gateway's; 0: any free one (default 50051)")
     add("--scheduler-port", type=port, help="the scheduler's (default: one above --port, or 0 with --port 0)")
+    add("--state", metavar="URL", help="redis://HOST:PORT/DB that schedulers share (default: none is needed)")
+    add("--schedulers", type=positive(int), default=1, metavar="N", help="the leader and its standbys (default 1)")
     add("--metrics-port", type=metrics_port, default=-1, help="the gateway's /metrics; the scheduler's is one above")
     add("--max-model-len", type=positive(int), metavar="N", help="most tokens of prompt and output together")
     add("--kv-cache-gib", type=positive(float), metavar="GIB", help="KV memory of each worker (default: what is free)")
@@ -70,10 +72,15 @@ def add_parser(commands: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The command; returns the exit status."""
+    if args.schedulers > 1 and args.state in (None, "memory"):
+        from cli.failures import UsageError
+
+        raise UsageError("standby schedulers need a state that they share: --state redis://HOST:PORT/DB")
     scheduler_port = args.scheduler_port
     if scheduler_port is None:
-        scheduler_port = args.port + 1 if 0 < args.port < 65535 else 0
-    for number in (args.port, scheduler_port):
+        scheduler_port = args.port + 1 if 0 < args.port <= 65535 - args.schedulers else 0
+    others = range(scheduler_port, scheduler_port + args.schedulers) if scheduler_port else ()
+    for number in (args.port, *others):
         _check_port(args.host, number)
     with tempfile.TemporaryDirectory(prefix="tandem-") as scratch:
         folder = model_source.resolve(args.model, args.engine, Path(scratch))
@@ -89,13 +96,24 @@ def run(args: argparse.Namespace) -> int:
             host=args.host,
             port=args.port,
             scheduler_port=scheduler_port,
+            num_schedulers=args.schedulers,
             **{name: getattr(args, name) for name in _PASSED_ON},
         )
         return asyncio.run(Cluster(options, Output(), args.state_file).run(demo=args.demo))
 
 
 _PASSED_ON = (
-    *("metrics_port", "device", "dtype", "kv_cache_gib", "num_blocks", "block_size", "max_sequences", "max_model_len"),
+    *(
+        "metrics_port",
+        "state",
+        "device",
+        "dtype",
+        "kv_cache_gib",
+        "num_blocks",
+        "block_size",
+        "max_sequences",
+        "max_model_len",
+    ),
     *("max_draft_tokens", "token_budget", "max_waiting", "max_concurrent_requests", "max_message_mib"),
     *("drain_timeout_s", "fake_step_ms", "fake_token_us"),
 )
@@ -192,7 +210,8 @@ class Cluster:
 
         options, output = self._options, self._output
         with output.waiting("starting the scheduler"):
-            (scheduler,) = await supervisor.start([plan.scheduler_spec(options)])
+            addresses = await supervisor.start(plan.scheduler_specs(options))
+            scheduler = ",".join(addresses)
             output.now_waiting(f"starting the gateway and {options.num_workers} worker(s), which load the model")
             others = await supervisor.start(
                 [
@@ -204,7 +223,7 @@ class Cluster:
             gateway = others[0]
             output.now_waiting("waiting until the gateway serves the model")
             await supervisor.unless_failed(asyncio.ensure_future(wait_serving(gateway, options.served_model_name)))
-        return Addresses(gateway, scheduler)
+        return Addresses(gateway, addresses[0])
 
     async def _drain(self, supervisor: Supervisor) -> None:
         """In the order that lets streams finish."""
@@ -215,7 +234,7 @@ class Cluster:
         await supervisor.stop(["gateway"], limit_s)
         await supervisor.stop([name for name in supervisor.members if name.startswith("worker")], limit_s)
         await supervisor.stop(["draft"], limit_s)
-        await supervisor.stop(["scheduler"], limit_s)
+        await supervisor.stop([name for name in supervisor.members if name.startswith("scheduler")], limit_s)
         self._output.line(NAME, "stopped")
 
     async def _end(self, supervisor: Supervisor) -> None:

@@ -179,6 +179,7 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
 
     async def Drain(self, request: Any, context: Any) -> Any:
         try:
+            self._leadership.require()
             if request.worker_id:
                 self._cell.drain_worker(request.worker_id)
             else:

@@ -54,7 +54,7 @@ FULL = options(
 
 def all_specs(given: ClusterOptions) -> list[ChildSpec]:
     return [
-        plan.scheduler_spec(given),
+        *plan.scheduler_specs(given),
         plan.gateway_spec(given, "127.0.0.1:7"),
         *plan.worker_specs(given, "127.0.0.1:7"),
         *plan.draft_specs(given, "127.0.0.1:7"),
@@ -103,10 +103,23 @@ def test_without_drafts_there_is_no_draft_worker() -> None:
 @pytest.mark.parametrize(("gateway", "scheduler"), [(-1, -1), (0, 0), (9000, 9001)])
 def test_metrics_ports(gateway: int, scheduler: int) -> None:
     given = options(metrics_port=gateway)
-    assert dict(plan.scheduler_spec(given).flags)["metrics-port"] == str(scheduler)
+    assert dict(plan.scheduler_specs(given)[0].flags)["metrics-port"] == str(scheduler)
 
 
 def test_a_restart_takes_the_same_port() -> None:
-    spec = plan.scheduler_spec(options(scheduler_port=0)).with_flag("port", "4711")
+    spec = plan.scheduler_specs(options(scheduler_port=0))[0].with_flag("port", "4711")
     assert spec.arguments().count("--port=4711") == 1
     assert not any(argument == "--port=0" for argument in spec.arguments())
+
+
+def test_standbys_share_a_state_and_are_known_to_all() -> None:
+    given = options(num_schedulers=3, state="redis://h:1/0", scheduler_port=50052, metrics_port=9000)
+    specs = plan.scheduler_specs(given)
+    assert [spec.name for spec in specs] == ["scheduler", "scheduler-1", "scheduler-2"]
+    assert [dict(spec.flags)["port"] for spec in specs] == ["50052", "50053", "50054"]
+    assert [dict(spec.flags)["metrics-port"] for spec in specs] == ["9001", "9002", "9003"]
+    assert {dict(spec.flags)["state"] for spec in specs} == {"redis://h:1/0"}
+    free = plan.scheduler_specs(options(num_schedulers=2, state="redis://h:1/0", scheduler_port=0))
+    assert {dict(spec.flags)["port"] for spec in free} == {"0"}
+    loaded = config.load(GatewayConfig, "gateway", argv=plan.gateway_spec(given, "a:1,b:2").arguments()[3:], env={})
+    assert loaded.schedulers() == ("a:1", "b:2")

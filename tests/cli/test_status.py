@@ -39,6 +39,9 @@ def cell(uptime_s: float, generated: int, drafted: int = 0, accepted: int = 0, *
         waiting=4,
         running=2,
         counters=admin_pb2.Counters(generated_tokens=generated, drafted_tokens=drafted, accepted_tokens=accepted),
+        cell="main",
+        leading=True,
+        leader="h:2",
     )
     return dataclasses.replace(admin.cell_status(message), **changes)
 
@@ -71,6 +74,8 @@ def test_the_table_has_what_an_operator_looks_for() -> None:
     text = shown(cell(10.0, 1000), cell(12.0, 1500, drafted=10, accepted=5))
     for wanted in ("w-1", "serving", "2/8", "20/100", "250.0", "12.5", "50%", "waiting 4", "d drafts for m with ngram"):
         assert wanted in text
+    assert "cell main" in text
+    assert "led by h:2" in text
     assert "DRAINING" not in text
     assert "DRAINING" in shown(cell(1.0, 0), cell(2.0, 0, draining=True))
     assert "no worker is attached" in shown(cell(1.0, 0), cell(2.0, 0, workers=()))
@@ -82,3 +87,9 @@ def test_the_json_has_plain_numbers() -> None:
     assert form["workers"][0]["referenced_blocks"] == 20
     assert form["workers"][0]["state"] == "serving"
     assert form["counters"]["generated_tokens"] == 1500
+
+
+def test_a_standby_says_so() -> None:
+    standby = cell(1.0, 0, leading=False, workers=())
+    assert "a standby of cell main; h:2 leads" in shown(standby, standby)
+    assert "nobody leads" in shown(standby, dataclasses.replace(standby, leader=""))

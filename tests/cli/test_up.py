@@ -19,6 +19,7 @@ from cli import admin
 from cli.__main__ import main
 from cluster.errors import TandemError
 from tandem_client import NO_RETRY, Chunk, Generation, SyncTandemClient, collect
+from tests.redis_server import redis_server
 
 PROMPT = "The quick brown fox"
 START_TIMEOUT_S = 60.0
@@ -262,3 +263,32 @@ def test_sigterm_drains(tmp_path: Path) -> None:
         assert not (tmp_path / "state.json").exists()
     finally:
         up.end()
+
+
+def test_a_standby_takes_over_from_a_lost_leader(tmp_path: Path) -> None:
+    with redis_server(tmp_path) as redis:
+        up = Up(tmp_path, "--draft=none", "--fake-step-ms=4", "--schedulers=2", f"--state={redis.url}")
+        try:
+            term = admin.status(up.scheduler).term
+            leader = admin.status(up.scheduler).leader
+            (name,) = (name for name, member in up.state().items() if member["address"] == leader)
+            with SyncTandemClient(up.address) as client:
+                whole = undisturbed(client, 150)
+                answer = disturbed(client, 150, at=20, act=lambda: up.kill(name))
+            assert answer.token_ids == whole.token_ids
+            assert answer.usage.resumptions >= 1
+            up.wait_until(lambda state: state[name]["restarts"] == 1 and state[name]["state"] == "ready")
+            # Whichever is asked: the leader answers.
+            for scheduler in ("scheduler", "scheduler-1"):
+                status = admin.status(up.state()[scheduler]["address"])
+                assert status.leading
+                assert status.term > term
+            up.process.terminate()
+            assert up.process.wait(30) == 0, up.log.read_text()
+        finally:
+            up.end()
+
+
+def test_standbys_without_a_shared_state_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["up", "--schedulers", "2"]) != 0
+    assert "--state redis://" in capsys.readouterr().err

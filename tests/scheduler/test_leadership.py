@@ -152,6 +152,9 @@ async def test_one_leads_and_the_other_refuses_every_stream_naming_the_leader(me
     for member_, leads in ((one, True), (two, False)):
         status = await member_.served.admin.GetStatus(admin_pb2.GetStatusRequest())
         assert (status.leading, status.leader, status.cell) == (leads, one.served.address, "main")
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await two.served.admin.Drain(admin_pb2.DrainRequest())
+    assert from_rpc_error(refused.value).metadata["leader"] == one.served.address
 
 
 async def test_watchers_are_told_who_leads_and_who_else_is_there(member: Any) -> None:
