@@ -206,6 +206,10 @@ def tile_layers(model: nn.Module, head: nn.Module, on_cpu: bool, level: str | No
             setattr(parent, name, replacements[id(child)])
             if isinstance(replacements[id(child)], PackedLayer | PackedHead | PackedEmbedding):
                 child.weight = None  # type: ignore[assignment]
+    if level is not None:
+        # What is left is small, or looked up; as views of the weight file each would keep all of it in memory.
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
 
 
 def _tied_replacements(model: nn.Module, head: nn.Module, level: str) -> dict[int, nn.Module]:

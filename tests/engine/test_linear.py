@@ -172,6 +172,16 @@ def test_packed_weights_are_not_held_twice(name, tiny_model, level):
     assert not multiplies_elsewhere(model)
 
 
+def test_what_is_left_lets_go_of_the_weight_file(tiny_model, level):
+    """Weights are views of one mapped file; a norm that stayed one would keep all of it in memory."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny_model("llama-grouped-biases")))
+    file = torch.randn(10_000)
+    model.model.norm.weight.data = file[100:164]
+    tile_layers(model, model.get_output_embeddings(), on_cpu=True, level=level)
+    assert torch.equal(model.model.norm.weight, file[100:164])
+    assert all(p.untyped_storage().nbytes() == p.nbytes for p in model.parameters())
+
+
 def test_a_scaling_embedding_keeps_its_weight(tiny_model, level):
     """Gemma's multiplies as well, so the head goes on sharing its weight."""
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny_model("gemma3-two-ropes-sliding")))
