@@ -2,7 +2,7 @@
 
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test check format mutants protos docs bench gpu-check clean distclean
+.PHONY: help setup serve test check format mutants protos docs bench bench-engine gpu-check clean distclean
 
 # What `make serve` serves: MODEL=<folder, .gguf file or hub id>  WORKERS=2  DRAFT=<folder|ngram|none>
 MODEL ?= default
@@ -64,10 +64,13 @@ docs: setup ## write the generated pages of docs anew
 	@.venv/bin/python tests/test_docs.py
 
 bench: setup ## CPU cost of the scheduler's core; for a running cluster see `tandem bench --help`
-	@.venv/bin/python bench/scheduler_core.py $(ARGS)
+	@.venv/bin/python -m bench.scheduler_core $(ARGS)
+
+bench-engine: setup ## the engine alone: step times beside the machine's floors; ARGS='--rows 1,8'
+	@.venv/bin/python -m bench.engine $(ARGS)
 
 gpu-check: setup ## on a machine with a GPU: is its path right and fast? Minutes; ARGS='--json found.json'
-	@.venv/bin/python bench/gpu_check.py $(ARGS)
+	@.venv/bin/python -m bench.gpu_check $(ARGS)
 
 clean: ## remove caches and generated files; .venv and fetched models stay
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -4,8 +4,8 @@ Checks the Triton kernels against float64 and the CPU, that a token's logits hav
 computed, CUDA graphs; then measures a model of Llama 3 8B's shape with random weights, each figure beside its floor.
 Prints tables, writes JSON with --json. Exit status: 0 if everything is right, 1 if something is wrong, 2 without a GPU.
 
-    python bench/gpu_check.py                        on a GPU
-    python bench/gpu_check.py --tiny --device cpu    the same code on a toy, in Triton's interpreter: seconds
+    python -m bench.gpu_check                        on a GPU
+    python -m bench.gpu_check --tiny --device cpu    the same code on a toy, in Triton's interpreter: seconds
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """CPU cost of the scheduler's core: planning and applying one decode step.
 
-    python bench/scheduler_core.py
+    python -m bench.scheduler_core
 
 Workload: one worker, R rows that all decode, block size 16, prompts of 64 to 79 tokens that differ from the first
 token on. Every step is planned and answered in full: one token a row, or with drafts k + 1 (all accepted). Lengths are

@@ -1,6 +1,6 @@
 """CPU cost of one decode step in the worker, everything but the model's forward pass.
 
-    python bench/worker_step.py [--kernels] [--temperature 0.7] [--top-p 0.9] [--rows 1,8,32]
+    python -m bench.worker_step [--kernels] [--temperature 0.7] [--top-p 0.9] [--rows 1,8,32]
 
 Workload: R rows that all decode one token, block size 16, contexts of 64 to 79 tokens, so that one row in 16 takes a
 block in every step; the engine returns prepared logits over 49,152 ids. Steps are those the scheduler sends. Phases:

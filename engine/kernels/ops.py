@@ -108,7 +108,8 @@ class AttentionRule:
 class LayerCache(Protocol):
     """Keys and values of one layer, opaque."""
 
-    block_size: int
+    @property
+    def block_size(self) -> int: ...
 
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu")

@@ -6,7 +6,6 @@ runs without the cases marked `full_only`.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,14 +80,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if dropped:
         config.hook.pytest_deselected(items=dropped)
         items[:] = kept
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Compile the kernels before the first test's time runs."""
-    wanted = {_implementation_of(item) for item in session.items}
-    if wanted & CPU_FLAGS.keys():
-        with contextlib.suppress(build.NoKernels):
-            build.library()
 
 
 @pytest.fixture(scope="session")
