@@ -141,7 +141,7 @@ def test_sums_run_along_k_in_order(ops: CppOps) -> None:
     assert out.item() == total
 
 
-def test_levels_agree_but_for_rounding() -> None:
+def test_levels_agree_but_for_rounding(some_ops: CppOps) -> None:
     """A level that read another weight or another row would be off by far more."""
     weight, x = _normal(70, 301, dtype=BF16), _normal(11, 301, dtype=BF16, seed=1)
     exact = x.double() @ weight.double().T
