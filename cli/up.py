@@ -103,19 +103,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 _PASSED_ON = (
-    *(
-        "metrics_port",
-        "state",
-        "device",
-        "dtype",
-        "kv_cache_gib",
-        "num_blocks",
-        "block_size",
-        "max_sequences",
-        "max_model_len",
-    ),
-    *("max_draft_tokens", "token_budget", "max_waiting", "max_concurrent_requests", "max_message_mib"),
-    *("drain_timeout_s", "fake_step_ms", "fake_token_us"),
+    *("metrics_port", "state", "device", "dtype", "kv_cache_gib", "num_blocks", "block_size", "max_sequences"),
+    *("max_model_len", "max_draft_tokens", "token_budget", "max_waiting", "max_concurrent_requests"),
+    *("max_message_mib", "drain_timeout_s", "fake_step_ms", "fake_token_us"),
 )
 
 

@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 import sys
+from collections.abc import Callable
 
 import grpc
 
@@ -16,8 +17,10 @@ from cluster.health import Health
 from cluster.leaders import follow
 from cluster.logs import event
 from cluster.server import CannotBind
+from cluster.state import open_state
 from cluster.telemetry import Telemetry
 from gateway.catalog import Catalog
+from gateway.cells import Cells, OnModels, Upstream
 from gateway.config import GatewayConfig
 from gateway.intake import Intake
 from gateway.metrics import GatewayMetrics
@@ -41,15 +44,16 @@ class Gateway:
         self.table = RequestTable()
         self.workers = TextWorkers()
         metrics = GatewayMetrics(self.telemetry, lambda: len(self.table), lambda: float(self.session.up))
-        self.session = Session(
-            follow(config.schedulers(), config.state, config.cluster, config.cell),
-            gateway_id=f"gateway-{secrets.token_hex(8)}",
-            table=self.table,
-            metrics=metrics,
-            on_models=self._on_models,
-            on_change=self._on_session_change,
-            loss_s=config.scheduler_loss_s,
-        )
+        self._gateway_id = f"gateway-{secrets.token_hex(8)}"
+        self._metrics = metrics
+        self.session: Upstream
+        if config.finds_cells:
+            state = open_state(config.state, config.cluster)
+            self.session = Cells(
+                state, self._open_session, self.table, self._on_models, self._on_session_change, config.cell_loss_s
+            )
+        else:
+            self.session = self._open_session("", self._on_models, self._on_session_change)
         intake = Intake(self.workers, draw_seed, max_prompt_bytes=round(config.max_prompt_mib * 2**20))
         limits = Limits(config.max_concurrent_requests, config.scheduler_wait_s)
         self.servicer = GenerationServicer(
@@ -60,6 +64,19 @@ class Gateway:
         self.health: Health = server.add_health(self.server)
         server.add_reflection(self.server, [SERVICE_NAME, "grpc.health.v1.Health"])
         self._report_health()
+
+    def _open_session(self, cell: str, on_models: OnModels, on_change: Callable[[], None]) -> Session:
+        config = self.config
+        return Session(
+            follow(config.schedulers(), config.state, config.cluster, cell or config.cell),
+            gateway_id=self._gateway_id,
+            table=self.table,
+            metrics=self._metrics,
+            on_models=on_models,
+            on_change=on_change,
+            loss_s=config.scheduler_loss_s,
+            cell=cell,
+        )
 
     async def start(self) -> int:
         """Listen and begin to connect to the scheduler; return the port. Raises CannotBind."""

@@ -27,7 +27,12 @@ class GatewayConfig:
         },
     )
     cluster: str = field(default="tandem", metadata={"help": "the cluster's name within that state"})
-    cell: str = field(default="", metadata={"help": "the cell whose leader is followed; empty: the only one there is"})
+    cell: str = field(
+        default="",
+        metadata={
+            "help": "the only cell that requests go to; empty: all that --state finds, or the one of --scheduler"
+        },
+    )
     model: tuple[str, ...] = field(
         default=(), metadata={"help": "a served model and the folder with its tokenizer", "metavar": "NAME=FOLDER"}
     )
@@ -42,6 +47,9 @@ class GatewayConfig:
     )
     scheduler_wait_s: float = field(
         default=5, metadata={"help": "seconds that a new request waits for a scheduler that is away", "min": 0}
+    )
+    cell_loss_s: float = field(
+        default=5, metadata={"help": "seconds after which a lost cell's live requests go to other cells", "min": 0}
     )
     scheduler_loss_s: float = field(
         default=60, metadata={"help": "seconds without any scheduler after which live requests end", "min": 0}
@@ -63,6 +71,11 @@ class GatewayConfig:
         """The addresses of schedulers that are known from the start."""
         given = self.scheduler or ("127.0.0.1:50052" if self.state == "memory" else "")
         return tuple(address.strip() for address in given.split(",") if address.strip())
+
+    @property
+    def finds_cells(self) -> bool:
+        """Whether requests go to every cell of the cluster."""
+        return self.state != "memory" and not self.scheduler and not self.cell
 
     def validate(self) -> None:
         """Raise ValueError for what no single field shows."""

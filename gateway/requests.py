@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.errors import AlreadyExists, TandemError, Unavailable
+from cluster.errors import AlreadyExists, TandemError
 from gateway.admission import Sampling
 from gateway.streams import ChoiceStream, Delta, IndexGap, OutputNews
 
@@ -71,6 +71,8 @@ class LiveRequest:
         """On the event loop's clock."""
         self.handle = 0
         self.attempt = 0
+        self.cell = ""
+        """Whose session has it; empty where there is only one."""
         self.sent = False
         """Whether the current attempt was written to a session."""
         self.error: TandemError | None = None
@@ -224,11 +226,6 @@ class RequestTable:
     def is_current(self, request: LiveRequest) -> bool:
         """Whether the request is still live."""
         return self._by_handle.get(request.handle) is request
-
-    def fail_all(self, message: str) -> None:
-        """End every live request as UNAVAILABLE."""
-        for request in self:
-            request.fail(Unavailable(message, retry_after_s=1.0))
 
     async def wait_idle(self) -> None:
         """Return once no request is live."""

@@ -16,10 +16,10 @@ from cluster.errors import DeadlineExceeded, InvalidField, QueueFull, TandemErro
 from gateway import admission, convert
 from gateway.admission import Ask, Refusal
 from gateway.catalog import Catalog
+from gateway.cells import Upstream
 from gateway.intake import Caller, Intake
 from gateway.metrics import GatewayMetrics
 from gateway.requests import LiveRequest, RequestTable
-from gateway.session import Session
 from gateway.streams import Delta, FinishReason
 from gateway.text import ModelText
 from gateway.text_workers import TextWorkers
@@ -49,7 +49,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self,
         catalog: Catalog,
         table: RequestTable,
-        session: Session,
+        session: Upstream,
         intake: Intake,
         workers: TextWorkers,
         metrics: GatewayMetrics,

@@ -25,7 +25,7 @@ import grpc
 from tandem.v1 import scheduler_pb2_grpc
 
 from cluster import channel
-from cluster.errors import Internal, from_status
+from cluster.errors import Internal, Unavailable, from_status
 from cluster.leaders import Leaders
 from cluster.logs import event
 from gateway import convert
@@ -60,8 +60,9 @@ class Session:
         on_change: Callable[[], None],
         loss_s: float = 60.0,
         first_backoff_s: float = 0.1,
+        cell: str = "",
     ) -> None:
-        """`leaders`: not yet started, ours to close.
+        """`leaders`: not yet started, ours to close; `cell`: the requests of the table that are this session's.
 
         `on_models`: the scheduler's models; `on_change`: the session went up or down, or the scheduler drains.
         """
@@ -73,6 +74,7 @@ class Session:
         self._on_change = on_change
         self._loss_s = loss_s
         self._first_backoff_s = first_backoff_s
+        self._cell = cell
         self._highest_term = 0
         self._draining = False
         self._up = asyncio.Event()
@@ -204,7 +206,7 @@ class Session:
         self._submits.clear()
         self._cancels.clear()
         resubmitted = 0
-        for request in self._table:
+        for request in self._mine():
             if not request.finished:
                 resubmitted += int(request.sent)
                 self._table.renew(request)
@@ -232,12 +234,16 @@ class Session:
 
     def _give_up(self) -> None:
         """No scheduler for loss_s; requests that wait for one end now. Later ones are not let in while it lasts."""
-        if len(self._table):
-            event(
-                logger, "no scheduler for too long", level=logging.WARNING, ended=len(self._table), seconds=self._loss_s
-            )
-        self._table.fail_all(f"no scheduler for {self._loss_s:g} s")
+        requests = self._mine()
+        if requests:
+            event(logger, "no scheduler for too long", level=logging.WARNING, ended=len(requests), seconds=self._loss_s)
+        for request in requests:
+            request.fail(Unavailable(f"no scheduler for {self._loss_s:g} s", retry_after_s=1.0))
         self._loss_timer = None
+
+    def _mine(self) -> list[LiveRequest]:
+        """The live requests that are this session's, the oldest submission first."""
+        return [request for request in self._table if request.cell == self._cell]
 
     # ------------------------------------------------------------------------------------------------ writing
 
@@ -261,7 +267,7 @@ class Session:
         num_tokens = resubmits = 0
         while self._submits and len(chosen) < _MAX_SUBMITS and num_tokens < _MAX_SUBMIT_TOKENS:
             request = self._submits.popleft()
-            if request.finished or request.sent or not self._table.is_current(request):
+            if request.finished or request.sent or request.cell != self._cell or not self._table.is_current(request):
                 continue
             request.sent = True
             resubmits += int(request.attempt > 0)

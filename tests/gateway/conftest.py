@@ -16,6 +16,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from cluster.server import create_server
 from gateway.__main__ import Gateway
 from gateway.config import GatewayConfig
+from gateway.session import Session
 from gateway.text import ModelText
 
 CORPUS = [
@@ -273,6 +274,7 @@ async def cell_with(byte_text: ModelText) -> AsyncIterator[Callable[..., Any]]:
             await server.start()
         config = GatewayConfig(port=0, scheduler=f"{before},127.0.0.1:{port}", model=("tiny=unused",), **settings)
         gateway = Gateway(config, {"tiny": byte_text})
+        assert isinstance(gateway.session, Session)
         gateway.session._first_backoff_s = 0.01
         address = f"127.0.0.1:{await gateway.start()}"
         channel = grpc.aio.insecure_channel(address, options=[("grpc.max_send_message_length", -1)])
