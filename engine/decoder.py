@@ -2,128 +2,29 @@
 
 Everything that doesn't change from step to step is bound when the list is made; a step takes views of buffers that are
 already there and walks the list. Nothing is allocated (unless a step is larger than any before it) and no data is
-looked at, so the same walk can be captured in a CUDA graph.
-
-Buffers, for T tokens:
-
-    hidden   float32 [T, hidden]      the residual stream
-    normed   A       [T, hidden]      what the next product reads
-    qkv      float32 [T, Q + 2 KV]    ──rotate_write──▶  queries A [T, Q]  and the cache
-    attended A       [T, Q]
-    mlp      A       [T, mlp]
-    added    float32 [T, hidden]      a product on its way through a norm, where one follows
+looked at, so the same walk can be captured in a CUDA graph, or recorded as a program (`engine.kernels.program`) that
+makes the same calls without Python. Buffers are in `engine.workspace`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import torch
 
 from engine.decoder_spec import DecoderSpec, LayerSpec, RotarySpec, rotary_table
 from engine.decoder_weights import Weight
 from engine.kernels.ops import AttentionRule, HeadNorms, LayerCache, Ops, PackedLinear, Rotary, StepPlan
-
-_ROWS = 64
-"""Buffers grow to a multiple of this many rows."""
-_KEPT_LOGIT_ROWS = 512
-"""Rows of logits that are kept; a step that wants more (log-probabilities of a prompt) takes memory of its own."""
-
-
-@dataclass(slots=True)
-class Views:
-    """The buffers' parts that one step uses; shapes in the module's text."""
-
-    hidden: torch.Tensor
-    normed: torch.Tensor
-    qkv: torch.Tensor
-    query_part: torch.Tensor
-    """of qkv"""
-    key_part: torch.Tensor
-    queries: torch.Tensor
-    attended: torch.Tensor
-    mlp: torch.Tensor
-    added: torch.Tensor
-    last: torch.Tensor
-    """float32 [L, hidden]: rows of hidden whose logits are wanted; hidden itself if all are"""
-    last_normed: torch.Tensor
-    logits: torch.Tensor
-    """float32 [L, vocab_size]"""
-
+from engine.kernels.program import Program
+from engine.workspace import Views, Workspace, step_inputs
 
 Call = Callable[[Views, StepPlan], object]
 """what it returns is of no use"""
 
 
-class Workspace:
-    """The buffers; they grow and never shrink."""
-
-    def __init__(self, spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> None:
-        self._spec = spec
-        self._dtype = dtype
-        self._device = device
-        self._num_tokens = 0
-        self._num_logits = 0
-        self._views: tuple[int, int, Views] | None = None
-
-    def reserve(self, num_tokens: int, num_logits: int) -> None:
-        """Make sure that steps of up to so many tokens and logits allocate nothing."""
-        spec, heads = self._spec, self._spec.heads
-        self._views = None
-        if num_tokens > self._num_tokens:
-            self._num_tokens = n = _rounded(num_tokens)
-            queries, keys = heads.num_heads * heads.head_dim, heads.kv_heads * heads.head_dim
-            self._hidden = self._empty(n, spec.hidden_size, torch.float32)
-            self._normed = self._empty(n, spec.hidden_size, self._dtype)
-            self._qkv = self._empty(n, queries + 2 * keys, torch.float32)
-            self._queries = self._empty(n, queries, self._dtype).view(n, heads.num_heads, heads.head_dim)
-            self._attended = self._empty(n, queries, self._dtype)
-            self._mlp = self._empty(n, spec.mlp_size, self._dtype)
-            self._added = self._empty(n, spec.hidden_size, torch.float32)
-        if num_logits > self._num_logits:
-            self._num_logits = n = _rounded(num_logits)
-            self._last = self._empty(n, spec.hidden_size, torch.float32)
-            self._last_normed = self._empty(n, spec.hidden_size, self._dtype)
-            self._logits = self._empty(min(n, _KEPT_LOGIT_ROWS), spec.vocab_size, torch.float32)
-
-    def views(self, num_tokens: int, num_logits: int) -> Views:
-        """Valid until the next `reserve`; logits until the next step."""
-        if self._views is None or self._views[:2] != (num_tokens, num_logits):
-            if num_tokens > self._num_tokens or num_logits > self._num_logits:
-                self.reserve(num_tokens, max(num_logits, 1))
-            self._views = (num_tokens, num_logits, self._cut(num_tokens, num_logits))
-        return self._views[2]
-
-    def _cut(self, num_tokens: int, num_logits: int) -> Views:
-        heads = self._spec.heads
-        queries, keys = heads.num_heads * heads.head_dim, heads.kv_heads * heads.head_dim
-        hidden, qkv = self._hidden[:num_tokens], self._qkv[:num_tokens]
-        if num_logits > len(self._logits):
-            logits = self._empty(num_logits, self._spec.vocab_size, torch.float32)
-        else:
-            logits = self._logits[:num_logits]
-        return Views(
-            hidden=hidden,
-            normed=self._normed[:num_tokens],
-            qkv=qkv,
-            query_part=qkv[:, :queries],
-            key_part=qkv[:, queries : queries + keys],
-            queries=self._queries[:num_tokens],
-            attended=self._attended[:num_tokens],
-            mlp=self._mlp[:num_tokens],
-            added=self._added[:num_tokens],
-            last=hidden if num_logits == num_tokens else self._last[:num_logits],
-            last_normed=self._last_normed[:num_logits],
-            logits=logits,
-        )
-
-    def _empty(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty((rows, columns), dtype=dtype, device=self._device)
-
-
-def _rounded(rows: int) -> int:
-    return -(-rows // _ROWS) * _ROWS
+def _walk(calls: list[Call], views: Views, plan: StepPlan) -> None:
+    for call in calls:
+        call(views, plan)
 
 
 class Decoder:
@@ -150,6 +51,7 @@ class Decoder:
         }
         self._body: list[Call] = []
         self._tail = self._head()
+        self._programs: tuple[Program, Program] | None = None
 
     def bind_caches(self, caches: list[LayerCache]) -> None:
         """One per layer, made by the same ops; before the first step."""
@@ -158,16 +60,34 @@ class Decoder:
             self._body += self._attention(f"layers.{index}", layer, cache)
             self._body += self._mlp(f"layers.{index}")
 
+    def record(self) -> None:
+        """Make programs of the calls, after `bind_caches`; for operations that only write into what they are given."""
+        views = self.workspace.views(2, 1)
+        a, b, c, d, e, f, g = (torch.zeros(1, dtype=torch.int32) for _ in range(7))  # only which is which counts
+        plan = StepPlan(a, b, c, d, e, f, g, max_query_len=0, max_context_len=0)
+        inputs = step_inputs(views, plan)
+        self._programs = (
+            Program(inputs, lambda: _walk(self._body, views, plan)),
+            Program(inputs, lambda: _walk(self._tail, views, plan)),
+        )
+
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> torch.Tensor:
         """Write the plan's keys and values; float32 logits [L, vocab_size], valid until the next call."""
         num_logits = len(plan.logit_indices)
         views = self.workspace.views(len(plan.token_ids), num_logits)
-        for call in self._body:
-            call(views, plan)
-        if num_logits:
-            for call in self._tail:
-                call(views, plan)
+        if self._programs is None:
+            _walk(self._body, views, plan)
+        else:
+            self._programs[0].run(step_inputs(views, plan))
+        if num_logits == 0:
+            return views.logits
+        if views.last is not views.hidden:
+            torch.index_select(views.hidden, 0, plan.logit_indices, out=views.last)
+        if self._programs is None:
+            _walk(self._tail, views, plan)
+        else:
+            self._programs[1].run(step_inputs(views, plan))
         return views.logits
 
     # --------------------------------------------------------------------------------------------- the list of calls
@@ -236,13 +156,7 @@ class Decoder:
     def _head(self) -> list[Call]:
         spec, linear, weight = self.spec, self._ops.linear, self._packed("head")
         norm = self._norm("final_norm")
-
-        def gather(views: Views, plan: StepPlan) -> None:
-            if views.last is not views.hidden:
-                torch.index_select(views.hidden, 0, plan.logit_indices, out=views.last)
-
         return [
-            gather,
             lambda views, plan: norm(views.last, views.last_normed),
             lambda views, plan: linear(views.last_normed, weight, views.logits, spec.logit_scale, spec.logit_softcap),
         ]

@@ -19,6 +19,7 @@ from engine.decoder_spec import DecoderSpec
 from engine.decoder_weights import Checkpoint, WeightReader
 from engine.description import Undescribed, describe
 from engine.errors import IncompleteModel, UnsupportedModel
+from engine.kernels.cpp_ops import CppOps
 from engine.kernels.ops import Ops
 from engine.kernels.torch_ops import TorchOps
 from engine.kv_cache import LayerShape
@@ -89,6 +90,8 @@ class DecoderModel:
         self._decoder.bind_caches(
             [self.ops.make_cache(num_held, block_size, self._spec.heads, self.dtype) for _ in self.layers]
         )
+        if isinstance(self.ops, CppOps):
+            self._decoder.record()
         if recorder is not None:
             limits = GraphLimits(self._max_sequences, self._max_model_len, block_size, scratch_block=num_blocks)
             own = in_own_workspace(self._decoder, self._max_sequences, self.dtype, self.device)
