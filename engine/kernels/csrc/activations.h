@@ -9,7 +9,9 @@
 
 namespace tandem::TANDEM_LEVEL {
 
-inline Lanes with_sign_of(Lanes x, Lanes magnitude) { return select(less(x, zero()), sub(zero(), magnitude), magnitude); }
+inline Lanes with_sign_of(Lanes x, Lanes magnitude) {
+  return select(less(x, zero()), sub(zero(), magnitude), magnitude);
+}
 
 inline Lanes sigmoid(Lanes x) { return div(fill(1.0f), add(fill(1.0f), exp(sub(zero(), x)))); }
 

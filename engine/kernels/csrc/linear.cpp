@@ -73,7 +73,8 @@ void multiply_vectors(const T* x, int64_t stride, const T* tile, int64_t depth, 
     for (int row = 0; row < kRows; row++) {
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; v++) {
-        sum[row][v] = add_product(sum[row][v], weights + v * kVectorElements, x + row * stride + step * kDepthPerStep<T>);
+        const T* value = x + row * stride + step * kDepthPerStep<T>;
+        sum[row][v] = add_product(sum[row][v], weights + v * kVectorElements, value);
       }
     }
   }
@@ -219,7 +220,8 @@ void run(const LinearArguments& a) {
         // Passes of even size: nine rows are 5 + 4, not 8 + 1.
         const int64_t num_passes = ceil_div(end_row - row, kMaxRows);
         const int num_rows = static_cast<int>(ceil_div(end_row - row, num_passes));
-        kMultiply<T>[num_rows - 1](x + row * a.x_stride, a.x_stride, weight + tile * tile_elements, a.in_features, sums);
+        const auto multiply_rows = kMultiply<T>[num_rows - 1];
+        multiply_rows(x + row * a.x_stride, a.x_stride, weight + tile * tile_elements, a.in_features, sums);
         finish(a, sums, row, num_rows, tile);
         row += num_rows;
       }

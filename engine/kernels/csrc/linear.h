@@ -6,7 +6,7 @@
 //     bfloat16  [ceil(N / 32)][ceil(K / 2)][32][2]        float32  [ceil(N / 32)][K][32]
 //
 //                 column 0    column 1         column 31
-//     k = 0, 1   [w00 w01] [w10 w11]  …  [w31,0 w31,1]     128 bytes; pairs along k, as one dpbf16 instruction eats them
+//     k = 0, 1   [w00 w01] [w10 w11]  …  [w31,0 w31,1]     128 bytes; pairs along k, as dpbf16 eats them
 //     k = 2, 3   [w02 w03] [w12 w13]  …
 //        …                                                 what lies beyond N or K is 0
 //

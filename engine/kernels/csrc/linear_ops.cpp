@@ -64,7 +64,8 @@ at::Tensor pack(const at::Tensor& weight) {
 
 at::Tensor pack_gated(const at::Tensor& gate, const at::Tensor& up) {
   check_matrix(gate, "gate");
-  TORCH_CHECK(gate.sizes() == up.sizes() && gate.scalar_type() == up.scalar_type(), "gate and up differ in shape or type");
+  TORCH_CHECK(gate.sizes() == up.sizes() && gate.scalar_type() == up.scalar_type(),
+              "gate and up differ in shape or type");
   const at::Tensor gates = gate.contiguous();
   const at::Tensor ups = up.contiguous();
   const int64_t num_tiles = ceil_div(gates.size(0), kGatedColumns);
@@ -88,7 +89,8 @@ LinearArguments arguments(const at::Tensor& x, const at::Tensor& weight, const s
   const int64_t width = finish == Finish::gate ? kGatedColumns : kTileColumns;
   TORCH_CHECK(weight.scalar_type() == x.scalar_type() && weight.is_contiguous() && weight.dim() >= 3,
               "weight isn't a packed one of x's type");
-  TORCH_CHECK(weight.size(0) == ceil_div(out.size(1), width) && weight.size(1) == ceil_div(x.size(1), pair_length(type)),
+  const int64_t num_steps = ceil_div(x.size(1), pair_length(type));
+  TORCH_CHECK(weight.size(0) == ceil_div(out.size(1), width) && weight.size(1) == num_steps,
               "a packed weight of ", weight.sizes(), " doesn't take x ", x.sizes(), " to out ", out.sizes());
   const float* bias_data = nullptr;
   if (bias) {
