@@ -59,6 +59,8 @@ class Peer:
     fields: Mapping[str, Any] = field(default_factory=dict)
     """of every request's body, besides prompt and length"""
     start_timeout_s: float = 600.0
+    by_default: bool = True
+    """False: settings that were tried and are not the best everywhere; run where it is named"""
 
 
 def tandem_command(site: Site, port: int) -> list[str]:
@@ -118,6 +120,7 @@ PEERS = (
         vllm_command,
         vllm_all_cores_env,
         fields={"model": MODEL_NAME, "ignore_eos": True},
+        by_default=False,
     ),
     Peer(
         "llama.cpp",

@@ -154,7 +154,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--vllm-python", type=Path, metavar="PATH", help="interpreter of an environment with vLLM")
     parser.add_argument("--llama-server", type=Path, metavar="PATH", help="llama.cpp's server; needs --gguf")
     parser.add_argument("--gguf", type=Path, metavar="FILE", help="the same weights for llama.cpp")
-    parser.add_argument("--only", metavar="NAME,…", help=f"some of {', '.join(peer.name for peer in PEERS)}")
+    parser.add_argument("--only", metavar="NAME,…", help=f"of {', '.join(peer.name for peer in PEERS)}")
     parser.add_argument("--rounds", type=int, default=3, metavar="N")
     parser.add_argument(
         "--waves", type=int, default=2, metavar="N", help="requests of each client in a run (default 2)"
@@ -177,9 +177,8 @@ def main() -> int:
         gguf=args.gguf,
         tandem_flags=tuple(args.tandem_flag),
     )
-    wanted = [peer for peer in PEERS if peer.is_installed(site)]
-    if args.only:
-        wanted = [peer for peer in wanted if peer.name in args.only.split(",")]
+    names = args.only.split(",") if args.only else [peer.name for peer in PEERS if peer.by_default]
+    wanted = [peer for peer in PEERS if peer.name in names and peer.is_installed(site)]
     vocab_size = json.loads((site.model / "config.json").read_text())["vocab_size"]
     args.output.mkdir(parents=True, exist_ok=True)
     targets: list[Target] = []
