@@ -50,6 +50,8 @@ class _Known:
     """by configuration; the others are forgotten once nobody answers there"""
     leading_term: int = 0
     """as it says itself; 0: it doesn't lead, or doesn't answer"""
+    foreign: bool = False
+    """it belongs to another cell, as it says itself"""
     watch: asyncio.Task[None] | None = field(default=None, repr=False)
 
 
@@ -103,21 +105,25 @@ class Leaders:
         """Everybody known."""
         return list(self._known)
 
+    @property
+    def _own(self) -> list[str]:
+        return [known.address for known in self._known.values() if not known.foreign]
+
     # ------------------------------------------------------------------------------------------ for a connection
 
     async def candidate(self) -> str:
         """Whom to call now: the leader where one is known, else one after the other. Waits while nobody is known."""
-        while not self._known:
+        while not self._own:
             await self._changed()
         best = self._seen = self.leader
         choice = ""
         if best is not None and best[0] != self._tried:
             choice = best[0]
-        elif self._hinted in self._known and self._hinted != self._tried:
+        elif self._hinted in self._own and self._hinted != self._tried:
             choice = self._hinted
         self._hinted = ""
         if not choice:
-            addresses = list(self._known)
+            addresses = self._own
             choice = addresses[self._turn % len(addresses)]
             self._turn += 1
         self._tried = choice
@@ -125,7 +131,7 @@ class Leaders:
 
     def welcomed(self) -> None:
         """The candidate is a leader indeed; when it is lost, it is the first to be called again."""
-        self._turn = list(self._known).index(self._tried) if self._tried in self._known else 0
+        self._turn = self._own.index(self._tried) if self._tried in self._own else 0
         self._tried = ""
 
     def refused(self, error: BaseException) -> None:
@@ -195,11 +201,18 @@ class Leaders:
             await channel.backoff(attempt, max_s=MAX_BACKOFF_S)
 
     def _report(self, known: _Known, response: scheduler_pb2.WatchLeaderResponse) -> None:
-        if self._cell and response.cell != self._cell:
-            event(
-                logger, "a scheduler of another cell", level=logging.WARNING, address=known.address, cell=response.cell
-            )
+        # Where there turn out to be several after all, the first one heard of is stayed with.
+        self._cell = self._cell or response.cell
+        if response.cell != self._cell:
+            # An address may have had another owner when we heard of it.
+            if not known.foreign:
+                event(logger, "of another cell", level=logging.WARNING, address=known.address, cell=response.cell)
+            known.foreign, known.leading_term = True, 0
+            self._tell()
             return
+        if known.foreign:
+            known.foreign = False
+            self._tell()
         for address in response.schedulers:
             self._know(address)
         self._set_leading(known, response.term if response.leading else 0)

@@ -40,8 +40,9 @@ class Scheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def WatchLeader(self, request: Any, context: Any) -> None:
         self.num_watches += 1
         while True:
+            changed = self._changed
             await context.write(self._report)
-            await self._changed.wait()
+            await changed.wait()
 
     async def stop(self) -> None:
         await self._server.stop(0)
@@ -160,6 +161,21 @@ async def test_a_scheduler_of_another_cell_is_not_obeyed(pair: Any, started: Any
     leaders = started(one.address, two.address, cell="a")
     await until(leaders, lambda: leaders.leader == (two.address, 4))
     assert leaders.addresses == [one.address, two.address]
+    await until(leaders, lambda: leaders._own == [two.address])
+    assert [await leaders.candidate() for _ in range(3)] == [two.address] * 3, "nor is it ever called"
+
+
+async def test_who_was_told_no_cell_stays_with_the_first(pair: Any, started: Any) -> None:
+    one, two = pair
+    one.say(True, 4)
+    leaders = started(one.address)
+    leaders._know(two.address)
+    await until(leaders, lambda: leaders.leader is not None)
+    two.say(True, 9, cell="b")
+    await until(leaders, lambda: leaders._own == [one.address])
+    assert leaders.leader == (one.address, 4)
+    two.say(False, 4)
+    await until(leaders, lambda: leaders._own == [one.address, two.address])
 
 
 async def test_a_standby_names_the_leader(pair: Any, started: Any) -> None:
