@@ -30,7 +30,7 @@ PACKAGES = (*SERVICES, "cluster", "engine", "cli", "tandem_client", "bench")
 
 IMPURE = frozenset({"asyncio", "os", "time", "random", "logging", "socket"})
 GRPC = frozenset({"grpc", "grpc_health", "grpc_reflection", "grpc_status"})
-CLUSTER_LIBRARIES = GRPC | {"google", "prometheus_client", "redis"}
+CLUSTER_LIBRARIES = GRPC | {"google", "prometheus_client", "redis", "uvloop"}
 MODEL_LIBRARIES = frozenset({"torch", "transformers", "accelerate", "safetensors", "gguf"})
 
 BANNED_WORDS = frozenset({"manager", "helper", "helpers", "util", "utils", "common", "misc"})
@@ -114,7 +114,7 @@ def _row_2(module: str, target: str, modules: Mapping[str, str]) -> str | None:
     if top == package or top in sys.stdlib_module_names:
         return None
     if package == "cluster":
-        return None if top in CLUSTER_LIBRARIES | {"tandem"} else "cluster knows grpc, protobuf, redis and metrics only"
+        return None if top in CLUSTER_LIBRARIES | {"tandem"} else "cluster knows grpc, protobuf, redis, event loops and metrics only"
     if top in CLUSTER_LIBRARIES | {"tandem", "cluster"}:
         return "engine knows nothing of the network"
     return None
