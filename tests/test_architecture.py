@@ -114,7 +114,11 @@ def _row_2(module: str, target: str, modules: Mapping[str, str]) -> str | None:
     if top == package or top in sys.stdlib_module_names:
         return None
     if package == "cluster":
-        return None if top in CLUSTER_LIBRARIES | {"tandem"} else "cluster knows grpc, protobuf, redis, event loops and metrics only"
+        return (
+            None
+            if top in CLUSTER_LIBRARIES | {"tandem"}
+            else "cluster knows grpc, protobuf, redis, event loops and metrics only"
+        )
     if top in CLUSTER_LIBRARIES | {"tandem", "cluster"}:
         return "engine knows nothing of the network"
     return None

@@ -43,7 +43,7 @@ CASES: dict[int, tuple[str, ...]] = {
     15: (
         "tests/cases/test_drf.py::test_case_15_min_tokens_holds_under_speculation",
         "tests/worker/test_executor.py::test_processors_advance_position_by_position",
-        "tests/engine/test_sampler.py::test_case_15_verification_equals_plain_decoding_with_every_processor",
+        "tests/engine/test_sampler_verification.py::test_case_15_verification_equals_plain_decoding_with_every_processor",
     ),
     16: ("tests/cases/test_gw.py::test_case_16_ignoring_the_end_of_sequence_takes_effect",),
     17: (
