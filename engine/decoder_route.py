@@ -19,9 +19,9 @@ from engine.decoder_spec import DecoderSpec
 from engine.decoder_weights import Checkpoint, WeightReader
 from engine.description import Undescribed, describe
 from engine.errors import IncompleteModel, UnsupportedModel
+from engine.kernels.cpp_linear import packed_layout
 from engine.kernels.cpp_ops import CppOps
 from engine.kernels.ops import Ops
-from engine.kernels.torch_ops import TorchOps
 from engine.kv_cache import LayerShape
 from engine.loading import ModelFacts
 from engine.packed_weights import WORTH_MAPPING, entry_name, mapped_weights
@@ -74,8 +74,8 @@ class DecoderModel:
             progress("loading weights", None)
         reader = WeightReader(spec, Checkpoint(facts.folder), ops, dtype, device)
         num_bytes = facts.num_parameters * dtype.itemsize
-        if device.type == "cpu" and not isinstance(ops, TorchOps) and num_bytes >= WORTH_MAPPING:
-            name = entry_name(facts.content_id, dtype, ops.fingerprint)
+        if isinstance(ops, CppOps) and num_bytes >= WORTH_MAPPING:
+            name = entry_name(facts.content_id, dtype, packed_layout())
             weights = mapped_weights(name, num_bytes, reader.items, cache)
         else:
             weights = dict(reader.items())

@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import hashlib
 from functools import cache
+from pathlib import Path
 
 import torch
 
-from engine.kernels.build import library
+from engine.kernels.build import SOURCES, library
 from engine.kernels.ops import PackedLinear
 
 TILE_COLUMNS = 32
@@ -42,6 +44,14 @@ def pack_gated(
         ]
         bias = torch.stack([half.view(-1, GATED_COLUMNS) for half in halves if half is not None], dim=1).flatten()
     return PackedLinear(data, bias, in_features, out_features, gated=True)
+
+
+def packed_layout() -> str:
+    """A hash of what decides how weights are packed, the same at every level; other kernels may change without it."""
+    digest = hashlib.sha256()
+    for path in (Path(__file__), SOURCES / "linear.h", SOURCES / "linear_ops.cpp"):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def unpack(packed: PackedLinear) -> torch.Tensor:
