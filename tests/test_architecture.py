@@ -117,7 +117,7 @@ def _row_2(module: str, target: str, modules: Mapping[str, str]) -> str | None:
         return (
             None
             if top in CLUSTER_LIBRARIES | {"tandem"}
-            else "cluster knows grpc, protobuf, redis, event loops and metrics only"
+            else "cluster knows grpc, protobuf, redis, uvloop and metrics only"
         )
     if top in CLUSTER_LIBRARIES | {"tandem", "cluster"}:
         return "engine knows nothing of the network"
