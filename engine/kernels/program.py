@@ -42,6 +42,11 @@ class _Recording(TorchDispatchMode):
         self._program = program
         self._numbers = {id(tensor): number for number, tensor in enumerate(inputs)}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch would import its compiler to keep it out of here: a hundred megabytes and a second."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         schema = func._schema
         given = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | (kwargs or {})

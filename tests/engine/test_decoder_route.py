@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -106,3 +108,15 @@ def test_steps_as_graphs_have_the_same_bits(tiny_model):
             found.append(state.run(*rows))
         logits.append(torch.cat(found))
     assert torch.equal(logits[0], logits[1])
+
+
+def test_neither_transformers_models_nor_a_compiler_are_imported(tiny_model):
+    """Each is a second and a hundred megabytes of a worker's start."""
+    script = (
+        "import sys; from engine.runner import ModelRunner\n"
+        "ModelRunner.load(sys.argv[1], device='cpu', num_blocks=40, route='decoder', threads=1)\n"
+        "print([name for name in ('transformers.modeling_utils', 'torch._dynamo') if name in sys.modules])"
+    )
+    folder = str(tiny_model("llama-grouped-biases"))
+    ran = subprocess.run([sys.executable, "-c", script, folder], capture_output=True, text=True, check=False)
+    assert ran.stdout.strip().endswith("[]"), ran.stdout + ran.stderr
