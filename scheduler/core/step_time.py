@@ -1,0 +1,151 @@
+"""T(n): how long a worker's step takes, by the tokens n that go through the model.
+
+Measured while serving, from the results of steps that only decode. A size has a bucket: sizes up to 16 one each, larger
+ones eight to an octave. A bucket keeps its last SAMPLES_KEPT durations and stands for their median, so that neither a
+first step that compiles nor one that lost the processor counts, and what was true long ago is forgotten. More tokens
+never take less time: medians that say so are averaged, each by the samples behind it, stale ones little (isotonic
+regression by pooling adjacent violators; Ayer et al. 1955).
+
+    T │                      ╱· · ·   beyond the last: on with the mean slope, or a prior one where that is steeper
+      │               o─────o
+      │         o────╱                between: linear
+      │ · · · o╱                      below the first: flat, the most that is known
+      └───────┴─┴────┴──────┴───── n
+
+A step with drafts is measured apart from a plain one: the draft worker may share the processor with the target, and
+then n tokens take longer while it works. Where one of the two curves has not been measured, the other stands in, scaled
+by their ratio at the nearest size that both know (`completed`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from math import isfinite
+
+SAMPLES_KEPT = 15
+SAMPLES_FOR_MEDIAN = 5
+"""with fewer, the least stands: one slow first step must not pass for the truth"""
+STALE_AFTER = 1024
+"""observations after which a bucket that got none of them weighs half"""
+FREE_TOKENS = 64
+"""prior: a step of so many tokens more than known ones takes about twice as long"""
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """T(n) at the sizes that are known; both tuples rise, `seconds` weakly. Where it is empty only ratios mean much."""
+
+    sizes: tuple[float, ...] = ()
+    seconds: tuple[float, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.sizes)
+
+    def at(self, num_tokens: float) -> float:
+        """Seconds of a step of so many tokens; rises weakly, never zero."""
+        sizes, seconds = self.sizes, self.seconds
+        if not sizes:
+            return 1.0 + num_tokens / FREE_TOKENS
+        index = bisect_right(sizes, num_tokens)
+        if index == 0:
+            return seconds[0]
+        left, low = sizes[index - 1], seconds[index - 1]
+        if index == len(sizes):
+            prior = low / (left + FREE_TOKENS)
+            mean = (low - seconds[0]) / (left - sizes[0]) if index > 1 else prior
+            return low + max(mean, prior) * (num_tokens - left)
+        return low + (seconds[index] - low) * (num_tokens - left) / (sizes[index] - left)
+
+
+def bucket_of(num_tokens: int) -> int:
+    """Which bucket a size falls into; rises weakly with the size."""
+    if num_tokens <= 16:
+        return num_tokens
+    octave = num_tokens.bit_length() - 1
+    return 8 * octave + (num_tokens >> (octave - 3)) - 8
+
+
+def fit(points: Iterable[tuple[float, float, float]]) -> Curve:
+    """The rising curve nearest to points (size, seconds, weight) in the mean square; sizes rise strictly."""
+    pools: list[tuple[float, float, list[float]]] = []
+    for size, seconds, weight in points:
+        pool = (seconds, weight, [size])
+        while pools and pools[-1][0] > pool[0]:
+            before = pools.pop()
+            total = before[1] + pool[1]
+            pool = ((before[0] * before[1] + pool[0] * pool[1]) / total, total, before[2] + pool[2])
+        pools.append(pool)
+    sizes = tuple(size for _, _, members in pools for size in members)
+    return Curve(sizes, tuple(seconds for seconds, _, members in pools for _ in members))
+
+
+def completed(own: Curve, other: Curve) -> Curve:
+    """`own`, with the other's shape below its first size and beyond its last."""
+    if not own:
+        return other
+    if not other:
+        return own
+    first, last = own.sizes[0], own.sizes[-1]
+    below = own.seconds[0] / other.at(first)
+    beyond = own.seconds[-1] / other.at(last)
+    pairs = list(zip(other.sizes, other.seconds, strict=True))
+    before = [(size, seconds * below) for size, seconds in pairs if size < first]
+    after = [(size, seconds * beyond) for size, seconds in pairs if size > last]
+    if not (before or after):
+        return own
+    return Curve(
+        (*(size for size, _ in before), *own.sizes, *(size for size, _ in after)),
+        (*(seconds for _, seconds in before), *own.seconds, *(seconds for _, seconds in after)),
+    )
+
+
+@dataclass(slots=True)
+class _Bucket:
+    durations: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES_KEPT))
+    sizes: deque[int] = field(default_factory=lambda: deque(maxlen=SAMPLES_KEPT))
+    last: int = 0
+    """number of the observation that came last"""
+
+    def point(self, now: int) -> tuple[float, float, float]:
+        ordered = sorted(self.durations)
+        count = len(ordered)
+        seconds = ordered[count // 2] if count >= SAMPLES_FOR_MEDIAN else ordered[0]
+        return sum(self.sizes) / count, seconds, count / (1 + (now - self.last) / STALE_AFTER)
+
+
+class StepTimes:
+    """What was observed, and the curve through it."""
+
+    def __init__(self) -> None:
+        self._buckets: dict[int, _Bucket] = {}
+        self._observed = 0
+        self._curve: Curve | None = Curve()
+
+    def observe(self, num_tokens: int, duration_s: float) -> None:
+        """A step is measured; what can't be a duration is ignored."""
+        if num_tokens < 1 or not (isfinite(duration_s) and duration_s > 0):
+            return
+        index = bucket_of(num_tokens)
+        bucket = self._buckets.get(index)
+        if bucket is None:
+            bucket = self._buckets[index] = _Bucket()
+        self._observed += 1
+        bucket.durations.append(duration_s)
+        bucket.sizes.append(num_tokens)
+        bucket.last = self._observed
+        self._curve = None
+
+    @property
+    def observed(self) -> int:
+        """How many steps were measured."""
+        return self._observed
+
+    @property
+    def curve(self) -> Curve:
+        """T(n) as known now."""
+        if self._curve is None:
+            self._curve = fit(self._buckets[index].point(self._observed) for index in sorted(self._buckets))
+        return self._curve
