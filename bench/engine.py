@@ -173,7 +173,7 @@ def split(facts: ModelFacts, options: RunnerOptions, kinds: list[Work], seconds:
         return []
     ops = select_ops(device, options.kernels)
     times = OpTimes(ops)
-    model = DecoderModel(facts, spec, ops, dtype, device, facts.max_model_len)
+    model = DecoderModel(facts, spec, ops, dtype, device, facts.max_model_len, recorded=False)
     bench = Bench(ModelRunner(model, facts, replace(options, num_blocks=sum(blocks_per_row(kinds)))), kinds, seconds)
     result = []
     for work in kinds:

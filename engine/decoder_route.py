@@ -51,8 +51,10 @@ class DecoderModel:
         recorder: Recorder | None = None,
         cache: Path | None = None,
         progress: Progress | None = None,
+        recorded: bool = True,
     ) -> None:
         """`recorder` makes graphs of decode steps of up to `max_sequences` rows; None: CUDA's on a GPU, else none.
+        `recorded`: on a CPU a step's calls are made from a recording, which wrapped operations never see.
 
         Raises IncompleteModel for a checkpoint that lacks something.
         """
@@ -68,6 +70,7 @@ class DecoderModel:
         self._spec = spec
         self._max_model_len = max_model_len
         self._max_sequences = max_sequences
+        self._recorded = recorded
         self._recorder = CudaRecorder() if recorder is None and device.type == "cuda" else recorder
         self._plans = StepPlanBuilder(device)
         if progress:
@@ -90,7 +93,7 @@ class DecoderModel:
         self._decoder.bind_caches(
             [self.ops.make_cache(num_held, block_size, self._spec.heads, self.dtype) for _ in self.layers]
         )
-        if isinstance(self.ops, CppOps):
+        if isinstance(self.ops, CppOps) and self._recorded:
             self._decoder.record()
         if recorder is not None:
             limits = GraphLimits(self._max_sequences, self._max_model_len, block_size, scratch_block=num_blocks)
