@@ -90,9 +90,14 @@ class Executor:
         self._block_size = sequences.limits.block_size
         self._clock = clock
         self._failed_in_a_row = 0
+        self._before_forward: Callable[[], None] = lambda: None
 
-    def run(self, step: Step) -> StepOutcome:
-        """Execute one step. Raises EngineBroken, and nothing else for whatever a row holds."""
+    def run(self, step: Step, before_forward: Callable[[], None] = lambda: None) -> StepOutcome:
+        """Execute one step. Raises EngineBroken, and nothing else for whatever a row holds.
+
+        `before_forward` is called each time that the engine is about to be entered.
+        """
+        self._before_forward = before_forward
         began_s = self._clock()
         settlement = Settlement(step)
         for slot in step.released_slots:
@@ -204,6 +209,7 @@ class Executor:
     def _forward(self, plans: list[RowPlan]) -> tuple[torch.Tensor, SampleResult]:
         """Logits [L, V] of all rows, and one sampled token for each position that samples, row after row."""
         batch = build_batch(plans, self.sequences.block_tables, self._block_size)
+        self._before_forward()
         logits = self.engine.forward(batch)
         rows: list[SampleRow] = []
         for plan in plans:

@@ -5,6 +5,12 @@
 
 Step n + 1 starts after n has ended, never before. A step that has started always ends; queued ones can be dropped. When
 the engine is beyond repair, or the code is wrong, the thread ends with its error in `failed`.
+
+Where the next step is there already, an outcome is told at the moment that this step enters the engine: both threads
+want the interpreter's lock, and the engine is where the step thread doesn't need it.
+
+    step thread    … settle n │ plan n + 1 │ forward n + 1 ─────────────────────▶
+    loop thread                            │ outcome n → StepResult → gRPC
 """
 
 from __future__ import annotations
@@ -46,6 +52,8 @@ class StepThread:
         self._issued = 0
         self._generation = 0
         self._running_since_s: float | None = None
+        self._owed: tuple[StepOutcome, int] | None = None
+        """what the loop wasn't told yet; the step thread's own"""
         self.failed: asyncio.Future[BaseException] = self._loop.create_future()
         """resolves with what ended the thread, if anything but `stop` does"""
         self._thread = threading.Thread(target=self._run, name="step", daemon=True)
@@ -106,6 +114,7 @@ class StepThread:
         result: asyncio.Future[Any] = self._loop.create_future()
 
         def run() -> None:
+            self._tell_owed()
             try:
                 value = function()
             except BaseException as error:
@@ -118,12 +127,16 @@ class StepThread:
 
     def _run(self) -> None:
         while True:
+            if self._jobs.empty():
+                self._tell_owed()
             job = self._jobs.get()
             if job is None:
+                self._tell_owed()
                 return
             try:
                 job()
             except BaseException as error:
+                self._tell_owed()
                 event(logger, "the step thread ended", level=logging.ERROR, error=error)
                 self._post(_resolve, self.failed, error, None)
                 return
@@ -133,10 +146,16 @@ class StepThread:
             return
         self._running_since_s = time.monotonic()
         try:
-            outcome = self._executor.run(step)
+            outcome = self._executor.run(step, self._tell_owed)
         finally:
             self._running_since_s = None
-        self._post(self._deliver, outcome, generation)
+        self._tell_owed()  # a step that computed nothing
+        self._owed = outcome, generation
+
+    def _tell_owed(self) -> None:
+        if self._owed is not None:
+            owed, self._owed = self._owed, None
+            self._post(self._deliver, *owed)
 
     def _deliver(self, outcome: StepOutcome, generation: int) -> None:
         if generation == self._generation:

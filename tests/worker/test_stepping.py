@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,7 +24,8 @@ class GatedExecutor:
         self.running = 0
         self.error: Exception | None = None
 
-    def run(self, step: Step) -> StepOutcome:
+    def run(self, step: Step, before_forward: Callable[[], None]) -> StepOutcome:
+        before_forward()
         self.running += 1
         assert self.running == 1
         self.entered.append(step.number)
