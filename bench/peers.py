@@ -6,7 +6,8 @@ Workload: closed loop of 1, 8, 32 and 64 clients; each request has 128 random pr
 shares and exactly 128 output tokens (end of sequence ignored), T = 0, streamed. Prefill: 4 clients with prompts of
 1024 tokens and one output token. Every server is started once, warmed up and left running; then each load is put on
 one after the other, round by round, the order turned over every round, so that neither a warm nor a busy machine
-speaks for one of them. What the idle ones take meanwhile is measured, and so is each load generator's own CPU time.
+speaks for one of them. Peers that aren't asked are stopped meanwhile (SIGSTOP), as some watch for work all the time;
+what others take is measured, and so is each load generator's own CPU time.
 
 Tandem is asked over gRPC, the others over HTTP (`bench/openai_load.py`); both clients run in this process and time
 deliveries in the same way. The peers and their settings: `bench/peer_table.py`.
@@ -111,9 +112,14 @@ async def measure(targets: Sequence[Target], load: Load, number: int, seed: int,
     """One load on every server in turn; the order is turned over every round."""
     runs = []
     for target in targets if number % 2 == 0 else reversed(targets):
+        others = [one.server for one in targets if one is not target and one.peer.protocol != "tandem"]
+        for server in others:
+            server.pause()
         before = {one.peer.name: one.server.cpu_s() for one in targets}
         parts = {name: cpu_seconds(pid) for name, pid in target.parts.items()}
         report = await put_on(target, load, seed, vocab_size)
+        for server in others:
+            server.resume()
         spent = {one.peer.name: one.server.cpu_s() - before[one.peer.name] for one in targets}
         parts = {name: cpu_seconds(pid) - parts[name] for name, pid in target.parts.items()}
         own_s = spent.pop(target.peer.name)

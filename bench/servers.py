@@ -82,9 +82,23 @@ class Server:
         found = [memory_of(pid) for pid in tree_of(self.pid)]
         return Memory(sum(one.resident for one in found), sum(one.proportional for one in found))
 
+    def pause(self) -> None:
+        """Stop all its processes where they are, until `resume`."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let them go on; harmless if they never stopped."""
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for pid in tree_of(self.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
     def stop(self) -> None:
         """SIGTERM, and SIGKILL for whatever is left of its tree; returns once nothing of it runs."""
         tree = tree_of(self.pid)
+        self.resume()
         if self._process.poll() is None:
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
