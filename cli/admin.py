@@ -37,6 +37,12 @@ class WorkerStatus:
     last_step_s: float
     drafting: bool
     generated_tokens: int
+    decode_rows: int
+    draft_budget_tokens: int
+    accepted_tokens: int
+    acceptance: tuple[float, ...]
+    """by position"""
+    speculation_gain: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +143,8 @@ def cell_status(message: admin_pb2.GetStatusResponse) -> CellStatus:
 
 def _worker(message: admin_pb2.WorkerStatus) -> WorkerStatus:
     values = {name: getattr(message, name) for name in WorkerStatus.__slots__}
-    return WorkerStatus(**{**values, "state": _STATES.get(message.state, "unknown")})
+    changed = {"state": _STATES.get(message.state, "unknown"), "acceptance": tuple(message.acceptance)}
+    return WorkerStatus(**{**values, **changed})
 
 
 def _call(scheduler: str, method: str, request: object) -> admin_pb2.GetStatusResponse:

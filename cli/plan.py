@@ -38,6 +38,7 @@ class ClusterOptions:
     block_size: int | None = None
     max_sequences: int | None = None
     max_model_len: int | None = None
+    speculation: str | None = None
     max_draft_tokens: int | None = None
     token_budget: int | None = None
     max_waiting: int | None = None
@@ -85,6 +86,7 @@ def _scheduler_spec(options: ClusterOptions, index: int) -> ChildSpec:
         ("state", options.state),
         ("max-waiting", options.max_waiting),
         ("token-budget", options.token_budget),
+        ("speculation", options.speculation),
         ("max-draft-tokens", options.max_draft_tokens),
         ("drain-timeout-s", options.drain_timeout_s),
     ]

@@ -13,7 +13,7 @@ from cli.arguments import DEFAULT_SCHEDULER, Subparsers, add_command, not_negati
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from cli.admin import CellStatus
+    from cli.admin import CellStatus, WorkerStatus
 
 _EXAMPLES = """\
 examples:
@@ -111,7 +111,7 @@ def table(before: CellStatus, now: CellStatus) -> RenderableType:
         Column("worker", no_wrap=True),
         Column("model", overflow="fold", min_width=8),
         *(Column(name, no_wrap=True) for name in ("state", "rows", "blocks\nused", "cached", "free", "tok/s")),
-        *(Column(name, no_wrap=True) for name in ("step\nms", "draft")),
+        *(Column(name, no_wrap=True) for name in ("step\nms", "draft\nk", "tok/\nrow", "gain")),
         box=None,
         header_style="bold",
         pad_edge=False,
@@ -130,16 +130,34 @@ def table(before: CellStatus, now: CellStatus) -> RenderableType:
             str(worker.free_blocks),
             _number(rate),
             f"{worker.last_step_s * 1000:.1f}",
-            "on" if worker.drafting else "off",
+            *_drafting(old, worker),
         )
     parts: list[RenderableType] = [Text(_headline(before, now)), workers]
     if not now.leading:
         parts.append(Text(f"a standby of cell {now.cell}; {now.leader or 'nobody'} leads", style="yellow"))
     elif not now.workers:
         parts.append(Text("no worker is attached", style="yellow"))
+    for worker in now.workers:
+        if worker.acceptance:
+            shares = " ".join(f"{share:.0%}" for share in worker.acceptance)
+            parts.append(Text(f"{worker.worker_id} accepts, by position: {shares}"))
     for draft in now.draft_workers:
         parts.append(Text(f"{draft.worker_id} drafts for {draft.model} with {draft.proposer} at {draft.address}"))
     return Group(*parts)
+
+
+def _drafting(old: WorkerStatus | None, worker: WorkerStatus) -> tuple[str, str, str]:
+    """Mean draft budget, tokens per decode row, and expected gain; between two looks, else since it attached."""
+    if not worker.drafting:
+        return "off", "-", "-"
+    if old is None or old.decode_rows == worker.decode_rows:
+        rows, budget, accepted = worker.decode_rows, worker.draft_budget_tokens, worker.accepted_tokens
+    else:
+        rows = worker.decode_rows - old.decode_rows
+        budget = worker.draft_budget_tokens - old.draft_budget_tokens
+        accepted = worker.accepted_tokens - old.accepted_tokens
+    rows = max(1, rows)
+    return f"{budget / rows:.1f}", f"{1 + accepted / rows:.2f}", f"{worker.speculation_gain:.2f}"
 
 
 def _headline(before: CellStatus, now: CellStatus) -> str:

@@ -59,6 +59,11 @@ def add_parser(commands: Subparsers) -> None:
     add("--block-size", type=positive(int), metavar="N", help="tokens per KV block")
     add("--max-sequences", type=positive(int), metavar="N", help="most sequences that a worker runs at once")
     add("--token-budget", type=positive(int), metavar="N", help="most tokens of one step")
+    add(
+        "--speculation",
+        choices=("auto", "fixed", "off"),
+        help="draft budgets: what pays (default), the largest, or none",
+    )
     add("--max-draft-tokens", type=not_negative(int), metavar="K", help="most drafted tokens of a row in one step")
     add("--max-waiting", type=positive(int), metavar="N", help="the queue's bound")
     add("--max-concurrent-requests", type=positive(int), metavar="N", help="the gateway's bound of live requests")
@@ -104,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
 
 _PASSED_ON = (
     *("metrics_port", "state", "device", "dtype", "kv_cache_gib", "num_blocks", "block_size", "max_sequences"),
-    *("max_model_len", "max_draft_tokens", "token_budget", "max_waiting", "max_concurrent_requests"),
+    *("max_model_len", "speculation", "max_draft_tokens", "token_budget", "max_waiting", "max_concurrent_requests"),
     *("max_message_mib", "drain_timeout_s", "fake_step_ms", "fake_token_us"),
 )
 

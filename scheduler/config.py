@@ -33,6 +33,13 @@ class SchedulerConfig:
     metrics_port: int = field(default=-1, metadata={"help": "port of /metrics; 0: any free one, -1: none", "min": -1})
     max_waiting: int = field(default=1024, metadata={"help": "most choices in the queue", "min": 1})
     token_budget: int = field(default=512, metadata={"help": "most tokens one step may process", "min": 1})
+    speculation: str = field(
+        default="auto",
+        metadata={
+            "help": "draft budgets: auto (what pays, as measured), fixed (the largest) or off",
+            "choices": ("auto", "fixed", "off"),
+        },
+    )
     max_draft_tokens: int = field(default=4, metadata={"help": "largest draft budget of a row; 0: never", "min": 0})
     draft_token_budget: int = field(
         default=64, metadata={"help": "most tokens of a step's decode rows with drafts; fewer drafts at load", "min": 1}

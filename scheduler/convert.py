@@ -41,6 +41,7 @@ def request_spec(submit: Any, gateway_id: str, now: float) -> RequestSpec:
         deadline=now + submit.remaining_s if submit.HasField("remaining_s") else None,
         client=submit.client,
         cache_salt=submit.cache_salt,
+        greedy=params.temperature == 0,
         max_draft_tokens=max_draft,
         crashes=submit.crashes,
         resumed=submit.attempt > 0 or any(choice.token_ids for choice in submit.choices),
@@ -132,6 +133,7 @@ def step_outcome(result: Any) -> StepOutcome:
         },
         errors={entry.row: entry.status for entry in result.errors},
         duration_s=result.duration_s,
+        num_model_tokens=result.num_model_tokens,
     )
 
 
@@ -238,5 +240,10 @@ def worker_status(worker: WorkerState, epoch: int, last_step_s: float) -> Any:
         steps=worker.steps - len(worker.in_flight),
         last_step_s=last_step_s,
         drafting=worker.drafting,
+        decode_rows=worker.decode_rows,
+        draft_budget_tokens=worker.draft_budget,
+        accepted_tokens=sum(worker.speculation.totals.accepted),
+        acceptance=worker.speculation.totals.shares,
+        speculation_gain=worker.speculation.gain,
         generated_tokens=worker.generated_tokens,
     )

@@ -20,7 +20,7 @@ from cluster import errors
 from cluster.logs import event
 from scheduler import convert
 from scheduler.config import SchedulerConfig
-from scheduler.core.config import CoreConfig
+from scheduler.core.config import CoreConfig, SpeculationMode
 from scheduler.core.scheduler import Scheduler
 from scheduler.core.step import ProtocolViolation
 from scheduler.gateways import Gateways
@@ -41,6 +41,7 @@ class Cell:
             CoreConfig(
                 token_budget=config.token_budget,
                 max_waiting=config.max_waiting,
+                speculation=SpeculationMode(config.speculation),
                 max_draft_tokens=config.max_draft_tokens,
                 draft_token_budget=config.draft_token_budget,
                 capacity_wait_s=config.capacity_wait_s,
@@ -164,7 +165,8 @@ class Cell:
 
     def _send_draft_workers(self, model: str, links: Iterable[WorkerLink] | None = None) -> None:
         addresses = sorted(link.address for link in self.drafters.values() if link.model == model)
-        message = scheduler_pb2.AttachResponse(draft_workers=scheduler_pb2.DraftWorkerList(addresses=addresses))
+        told = scheduler_pb2.DraftWorkerList(addresses=addresses, max_draft_tokens=self.config.max_draft_tokens)
+        message = scheduler_pb2.AttachResponse(draft_workers=told)
         for link in self.links.values() if links is None else links:
             if self.core.workers[link.worker_id].spec.model == model:
                 link.send(message)

@@ -27,13 +27,28 @@ class CellCollector:
         blocks = GaugeMetricFamily("tandem_kv_blocks", "KV blocks by state.", labels=("worker", "state"))
         running = GaugeMetricFamily("tandem_worker_running", "Sequences in slots of a worker.", labels=("worker",))
         steps = CounterMetricFamily("tandem_worker_steps", "Steps applied.", labels=("worker",))
+        rows = CounterMetricFamily("tandem_decode_rows", "Decode rows of issued steps.", labels=("worker",))
+        asked = CounterMetricFamily("tandem_draft_budget_tokens", "Draft tokens they were allowed.", labels=("worker",))
+        by_position = ("worker", "position")
+        tried = CounterMetricFamily(
+            "tandem_position_drafted_tokens", "Draft tokens verified behind right ones.", labels=by_position
+        )
+        right = CounterMetricFamily("tandem_position_accepted_tokens", "Those that were right.", labels=by_position)
+        gain = GaugeMetricFamily(
+            "tandem_speculation_gain", "Expected tokens per second by those without drafts.", labels=("worker",)
+        )
         for worker in core.workers.values():
+            rows.add_metric([worker.worker_id], worker.decode_rows)
+            asked.add_metric([worker.worker_id], worker.draft_budget)
+            gain.add_metric([worker.worker_id], worker.speculation.gain)
+            totals = worker.speculation.totals
+            for position, (count, accepted) in enumerate(zip(totals.tried, totals.accepted, strict=True), 1):
+                tried.add_metric([worker.worker_id, str(position)], count)
+                right.add_metric([worker.worker_id, str(position)], accepted)
             pool = worker.pool
             blocks.add_metric([worker.worker_id, "free"], pool.num_free)
             blocks.add_metric([worker.worker_id, "cached"], pool.num_cached)
             blocks.add_metric([worker.worker_id, "referenced"], pool.num_referenced)
             running.add_metric([worker.worker_id], len(worker.running))
             steps.add_metric([worker.worker_id], worker.steps - len(worker.in_flight))
-        yield blocks
-        yield running
-        yield steps
+        yield from (blocks, running, steps, rows, asked, tried, right, gain)

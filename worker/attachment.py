@@ -191,6 +191,7 @@ class Attachment:
             if kind == "step":
                 self._take(message.step)
             elif kind == "draft_workers" and self._link is not None:
+                self._link.tails.longest_draft = message.draft_workers.max_draft_tokens
                 self._link.set_addresses(list(message.draft_workers.addresses))
             elif kind == "drained":
                 event(logger, "relieved")

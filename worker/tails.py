@@ -126,6 +126,8 @@ class TailTable:
     """See the module's text."""
 
     def __init__(self) -> None:
+        self.longest_draft = 0
+        """slots open for drafts of at least so many tokens, so that a budget that rises opens none anew"""
         self._lock = threading.Lock()
         self._followed: dict[int, _Followed] = {}
         self._generations: dict[int, int] = {}
@@ -149,7 +151,7 @@ class TailTable:
                     return
             if followed is None or max_draft_tokens > followed.max_draft_tokens:
                 if max_draft_tokens > 0 and self._num_opening < MAX_OPENS_PER_DRAIN:
-                    self._open(sequence, max_draft_tokens)
+                    self._open(sequence, max(max_draft_tokens, self.longest_draft))
                 return
             if max_draft_tokens > 0:
                 followed.idle_rows = 0

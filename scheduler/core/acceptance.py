@@ -13,7 +13,7 @@ like the one before it. A sequence differs from the curve by one number, the rat
     r = (hits + s) / (expected hits + s)  ÷  (misses + s) / (expected misses + s),       odds(p_j) = r · odds(m_j)
 
 (expected: what the curve said at each trial), so that one row that copies, and one that no draft fits, are told within
-few steps, whatever positions they reached. s = STRENGTH holds r near 1 while little is known. All counts decay.
+few steps, whatever positions they reached. s = ROW_STRENGTH holds r near 1 while little is known. All counts decay.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ from dataclasses import dataclass, field
 FIRST_GUESS = 0.7
 """of a draft worker of which nothing is known: high enough to be tried"""
 STRENGTH = 4.0
-"""trials that a prior is worth"""
+"""trials that a position's prior is worth"""
+ROW_STRENGTH = 8.0
+"""right tokens, and wrong ones, that a row's likeness to the others is worth"""
 CURVE_MEMORY = 512.0
 """trials of a position that weigh about as much as all before them"""
-ROW_MEMORY = 24.0
+ROW_MEMORY = 40.0
 """the same of a row, in steps"""
 SURE = 0.99
 """nothing is more certain than this, nor less than 1 - SURE"""
@@ -54,24 +56,17 @@ class AcceptanceCurve:
     def __init__(self) -> None:
         self._hits: list[float] = []
         self._tries: list[float] = []
-        self._version = 0
 
-    @property
-    def version(self) -> int:
-        """Rises with each observation."""
-        return self._version
-
-    def observe(self, drafted: int, accepted: int) -> None:
-        """A row's draft of `drafted` tokens was verified, and the first `accepted` were right."""
+    def observe(self, drafted: int, accepted: int, count: int = 1) -> None:
+        """Drafts of `drafted` tokens were verified in `count` rows, and the first `accepted` of each were right."""
         tried = min(drafted, accepted + 1)
         while len(self._tries) < tried:
             self._hits.append(0.0)
             self._tries.append(0.0)
-        keep = 1.0 - 1.0 / CURVE_MEMORY
+        keep = (1.0 - 1.0 / CURVE_MEMORY) ** count
         for position in range(tried):
-            self._tries[position] = self._tries[position] * keep + 1.0
-            self._hits[position] = self._hits[position] * keep + (position < accepted)
-        self._version += tried > 0
+            self._tries[position] = self._tries[position] * keep + count
+            self._hits[position] = self._hits[position] * keep + count * (position < accepted)
 
     def conditional(self, num_positions: int) -> list[float]:
         """P(position j is right | those before it are), each within [1 - SURE, SURE]."""
@@ -109,8 +104,8 @@ class RowEvidence:
     @property
     def odds_ratio(self) -> float:
         """The sequence's odds of a right token, by the curve's."""
-        right = (self.hits + STRENGTH) / (self.expected_hits + STRENGTH)
-        wrong = (self.misses + STRENGTH) / (self.expected_misses + STRENGTH)
+        right = (self.hits + ROW_STRENGTH) / (self.expected_hits + ROW_STRENGTH)
+        wrong = (self.misses + ROW_STRENGTH) / (self.expected_misses + ROW_STRENGTH)
         return right / wrong
 
 
@@ -121,12 +116,17 @@ class PositionTotals:
     tried: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
 
-    def observe(self, drafted: int, accepted: int) -> None:
-        """One verified draft."""
+    def observe(self, drafted: int, accepted: int, count: int = 1) -> None:
+        """`count` verified drafts."""
         tried = min(drafted, accepted + 1)
         while len(self.tried) < tried:
             self.tried.append(0)
             self.accepted.append(0)
         for position in range(tried):
-            self.tried[position] += 1
-            self.accepted[position] += position < accepted
+            self.tried[position] += count
+            self.accepted[position] += count * (position < accepted)
+
+    @property
+    def shares(self) -> list[float]:
+        """P(right | those before it are right) by position, over all."""
+        return [accepted / tried for accepted, tried in zip(self.accepted, self.tried, strict=True)]

@@ -66,6 +66,7 @@ def apply_outcome(scheduler: Scheduler, worker: WorkerState, outcome: StepOutcom
     """Advance every sequence of the step. The loop every token passes: the common row takes the straight path."""
     step = check_outcome(worker, outcome)
     worker.in_flight.popleft()
+    worker.speculation.observe(step, outcome)
     updates: list[Update | Failure] = []
     tokens, finish = outcome.token_ids, outcome.finish
     plain = not (outcome.logprobs or outcome.prompt_logprobs or outcome.errors or outcome.num_drafted)

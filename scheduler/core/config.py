@@ -3,6 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
+
+
+class SpeculationMode(Enum):
+    """How draft budgets come about."""
+
+    AUTO = "auto"
+    """chosen step by step, from what is measured"""
+    FIXED = "fixed"
+    """the largest, less where many rows share a step"""
+    OFF = "off"
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +26,7 @@ class CoreConfig:
     """most steps issued to a worker and not yet answered"""
     max_waiting: int = 1024
     """most choices in the queue; further new requests are refused"""
+    speculation: SpeculationMode = SpeculationMode.AUTO
     max_draft_tokens: int = 4
     """largest draft budget k of a row"""
     draft_token_budget: int = 64

@@ -18,10 +18,11 @@ then whoever crashes a worker alone is known for certain, and nobody else is par
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import repeat
 
 from scheduler.core.block_tables import grow_table
-from scheduler.core.config import CoreConfig
+from scheduler.core.config import CoreConfig, SpeculationMode
 from scheduler.core.sequence import Sequence
 from scheduler.core.step import Step
 from scheduler.core.worker_state import WorkerState
@@ -29,11 +30,15 @@ from scheduler.core.worker_state import WorkerState
 NO_BLOCKS: list[int] = []
 
 
-def draft_budget(worker: WorkerState, num_decodes: int, config: CoreConfig) -> int:
-    """The largest k of a decode row now: none without a draft worker, fewer the more rows share the step."""
-    if not worker.drafting or num_decodes == 0:
-        return 0
-    return max(0, min(config.max_draft_tokens, config.draft_token_budget // num_decodes - 1))
+def draft_budgets(worker: WorkerState, decodes: list[Sequence], config: CoreConfig) -> Iterable[int]:
+    """k of each decode row, where blocks and tokens allow it: 0 without a draft worker, else as the mode says."""
+    if not worker.drafting or config.speculation is SpeculationMode.OFF:
+        return repeat(0)
+    if config.speculation is SpeculationMode.FIXED:
+        k = max(0, min(config.max_draft_tokens, config.draft_token_budget // len(decodes) - 1))
+        return repeat(k)
+    num_prefill = min(worker.prefill_backlog, config.token_budget - len(decodes))
+    return worker.speculation.budgets(decodes, max(0, num_prefill), config) or repeat(0)
 
 
 class Planner:
@@ -76,20 +81,20 @@ class Planner:
 
     def _add_decodes(self, worker: WorkerState, decodes: list[Sequence], step: Step, budget: int) -> int:
         """Add a row per sequence that can go on; the budget that is left. The loop every token passes: kept lean."""
-        k_cap = draft_budget(worker, len(decodes), self._config)
+        budgets = draft_budgets(worker, decodes, self._config)
         sequences, slots, new_blocks = step.sequences, step.slots, step.new_blocks
         num_draft, reserved = step.num_draft, step.reserved
-        for sequence in decodes:
+        for sequence, k in zip(decodes, budgets, strict=False):
             if sequence.slot is None:  # preempted by a row before it
                 continue
             if len(sequence.token_ids) + sequence.sampling_in_flight >= sequence.limit:  # type: ignore[operator]
                 continue  # the issued steps end it
             if budget <= 0:
                 break
-            k = k_cap
             if k:
                 most = sequence.request.spec.max_draft_tokens
                 k = min(k, budget - 1, k if most is None else most)
+                worker.draft_budget += k
             horizon = sequence.horizon + 1 + k
             if horizon <= sequence.capacity:
                 new_blocks.append(NO_BLOCKS)
@@ -97,6 +102,7 @@ class Planner:
                 blocks = grow_table(sequence, worker.pool, horizon)
                 if blocks is None:
                     horizon -= k
+                    worker.draft_budget -= k
                     k = 0
                     blocks = self._make_room(worker, sequence, horizon)
                     if blocks is None:
@@ -111,6 +117,7 @@ class Planner:
             num_draft.append(k)
             reserved.append(1 + k)
         step.num_prefill.extend([0] * len(sequences))
+        worker.decode_rows += len(sequences)
         return budget
 
     def _make_room(self, worker: WorkerState, sequence: Sequence, horizon: int) -> list[int] | None:

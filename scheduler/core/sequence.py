@@ -18,6 +18,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from scheduler.core.speculation import RowDrafts
 
 SUSPECT_CRASHES = 2
 """after so many crashes in a row without a new token, a sequence is a suspect: its steps contain nothing else"""
@@ -76,6 +80,8 @@ class RequestSpec:
     """on the clock of `now`"""
     client: str = ""
     cache_salt: str = ""
+    greedy: bool = False
+    """temperature 0: drafts are right at other rates"""
     max_draft_tokens: int | None = None
     """None: the cell's choice; 0: plain decoding"""
     crashes: int = 0
@@ -118,6 +124,7 @@ class Sequence:
         "computed",
         "crashes",
         "drafted",
+        "drafts",
         "fingerprint",
         "horizon",
         "in_flight",
@@ -170,6 +177,7 @@ class Sequence:
         self.started = False
         self.drafted = 0
         self.accepted = 0
+        self.drafts: RowDrafts | None = None
         self.resumptions = 0
         self.crashes = spec.crashes
         # Its waiting.

@@ -72,6 +72,8 @@ class StepOutcome:
     errors: dict[int, object] = field(default_factory=dict)
     """by row"""
     duration_s: float = 0.0
+    num_model_tokens: int = 0
+    """that went through the model; 0: not told"""
 
 
 class Update(NamedTuple):

@@ -6,15 +6,18 @@ first step that compiles nor one that lost the processor counts, and what was tr
 never take less time: medians that say so are averaged, each by the samples behind it, stale ones little (isotonic
 regression by pooling adjacent violators; Ayer et al. 1955).
 
-    T │                      ╱· · ·   beyond the last: on with the mean slope, or a prior one where that is steeper
+    T │                        ·
+      │                      ·     beyond the last: on with the mean slope, or with the prior one where that is steeper
       │               o─────o
-      │         o────╱                between: linear
-      │ · · · o╱                      below the first: flat, the most that is known
+      │         o────╱             between: linear
+      │       o╱
+      │   ·  ·                     below the first: down by the mean slope, or the prior one before two are known
       └───────┴─┴────┴──────┴───── n
 
 A step with drafts is measured apart from a plain one: the draft worker may share the processor with the target, and
-then n tokens take longer while it works. Where one of the two curves has not been measured, the other stands in, scaled
-by their ratio at the nearest size that both know (`completed`).
+then n tokens take longer while it works. Where one of the two curves has not been measured, the other stands in
+(`completed`): above, scaled by their ratio at the last size known; below, as it is, unless that is too much. So a small
+step with drafts is thought as fast as one without until it is measured, and therefore is tried, and measured.
 """
 
 from __future__ import annotations
@@ -27,7 +30,9 @@ from math import isfinite
 
 SAMPLES_KEPT = 15
 SAMPLES_FOR_MEDIAN = 5
-"""with fewer, the least stands: one slow first step must not pass for the truth"""
+"""with fewer, the least stands"""
+SAMPLES_NEEDED = 3
+"""with fewer, a bucket says nothing as long as others do: one slow step must not pass for the truth"""
 STALE_AFTER = 1024
 """observations after which a bucket that got none of them weighs half"""
 FREE_TOKENS = 64
@@ -50,14 +55,16 @@ class Curve:
         if not sizes:
             return 1.0 + num_tokens / FREE_TOKENS
         index = bisect_right(sizes, num_tokens)
-        if index == 0:
-            return seconds[0]
-        left, low = sizes[index - 1], seconds[index - 1]
-        if index == len(sizes):
-            prior = low / (left + FREE_TOKENS)
-            mean = (low - seconds[0]) / (left - sizes[0]) if index > 1 else prior
-            return low + max(mean, prior) * (num_tokens - left)
-        return low + (seconds[index] - low) * (num_tokens - left) / (sizes[index] - left)
+        if 0 < index < len(sizes):
+            left, low = sizes[index - 1], seconds[index - 1]
+            return low + (seconds[index] - low) * (num_tokens - left) / (sizes[index] - left)
+        edge = max(0, index - 1)
+        known, low = sizes[edge], seconds[edge]
+        prior = low / (known + FREE_TOKENS)
+        slope = (seconds[-1] - seconds[0]) / (sizes[-1] - sizes[0]) if len(sizes) > 1 else prior
+        if index:
+            return low + max(slope, prior) * (num_tokens - known)
+        return max(low - slope * (known - num_tokens), low * num_tokens / known)
 
 
 def bucket_of(num_tokens: int) -> int:
@@ -89,7 +96,7 @@ def completed(own: Curve, other: Curve) -> Curve:
     if not other:
         return own
     first, last = own.sizes[0], own.sizes[-1]
-    below = own.seconds[0] / other.at(first)
+    below = min(1.0, own.seconds[0] / other.at(first))
     beyond = own.seconds[-1] / other.at(last)
     pairs = list(zip(other.sizes, other.seconds, strict=True))
     before = [(size, seconds * below) for size, seconds in pairs if size < first]
@@ -147,5 +154,7 @@ class StepTimes:
     def curve(self) -> Curve:
         """T(n) as known now."""
         if self._curve is None:
-            self._curve = fit(self._buckets[index].point(self._observed) for index in sorted(self._buckets))
+            points = [bucket for _, bucket in sorted(self._buckets.items())]
+            sure = [bucket for bucket in points if len(bucket.durations) >= SAMPLES_NEEDED]
+            self._curve = fit(bucket.point(self._observed) for bucket in sure or points)
         return self._curve

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from scheduler.core.block_pool import BlockPool
 from scheduler.core.prefix_cache import chain_seed
 from scheduler.core.sequence import Sequence, State
+from scheduler.core.speculation import Speculation
 from scheduler.core.step import Admission, Step
 
 
@@ -61,6 +62,11 @@ class WorkerState:
     """known tokens of running sequences that no issued step computes yet"""
     draining: bool = False
     drafting: bool = False
+    speculation: Speculation = field(default_factory=Speculation)
+    decode_rows: int = 0
+    """issued so far"""
+    draft_budget: int = 0
+    """sum of their k"""
     suspect: Sequence | None = None
     """the running sequence that steps must not share with any other; at most one"""
     shared_steps: int = 0

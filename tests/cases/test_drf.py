@@ -28,6 +28,7 @@ from tests.integration.harness import MODEL, receive, request
 
 STOP = types_pb2.FINISH_REASON_STOP
 PADDED_SIZE = VOCAB_SIZE + 5
+FIXED = {"speculation": "fixed", "max_draft_tokens": 8}
 
 
 def limited(message: Any, max_draft_tokens: int) -> Any:
@@ -41,7 +42,7 @@ async def test_case_15_min_tokens_holds_under_speculation(folder: Path) -> None:
     def draft() -> Proposer:
         return ModelProposer(ForcedEngine(disagreement=0.2), "draft", VOCAB_SIZE)
 
-    async with whole_cell(folder, ForcedEngine(step_ms=4), draft, {"max_draft_tokens": 8}) as cell:
+    async with whole_cell(folder, ForcedEngine(step_ms=4), draft, FIXED) as cell:
         accepted = 0
         for index in range(4):
             message = request(f"number {index}", 48, temperature=0.8)
@@ -68,7 +69,7 @@ async def test_case_67_and_68_a_stop_inside_an_accepted_run_ends_ids_logprobs_an
     def draft() -> Proposer:
         return ModelProposer(ForcedEngine(scripts), "draft", VOCAB_SIZE)
 
-    async with whole_cell(folder, ForcedEngine(scripts, step_ms=5), draft, {"max_draft_tokens": 8}) as cell:
+    async with whole_cell(folder, ForcedEngine(scripts, step_ms=5), draft, FIXED) as cell:
         answers = []
         for max_draft_tokens in (0, 6):
             message = limited(request("p", 100), max_draft_tokens)
@@ -165,9 +166,7 @@ async def test_case_64_greedy_tokens_are_the_same_for_every_draft_length(
     target = write_llama(folder, tmp_path / "target")
     worse = write_llama(folder, tmp_path / "worse", noise=0.03)
     prompt = [65]
-    async with whole_cell(
-        target, Paced(runner(target, dtype)), real_draft(worse, target, dtype), {"max_draft_tokens": 8}
-    ) as cell:
+    async with whole_cell(target, Paced(runner(target, dtype)), real_draft(worse, target, dtype), FIXED) as cell:
         tokens, drafted, accepted = await answers_by_k(cell, prompt, range(6), 64)
     assert 0 < accepted < drafted
     assert all(tokens[k] == tokens[0] for k in tokens), "a draft changed a token"

@@ -14,7 +14,9 @@ from cli import admin, status
 from cli.admin import CellStatus
 
 
-def cell(uptime_s: float, generated: int, drafted: int = 0, accepted: int = 0, **changes: Any) -> CellStatus:
+def cell(
+    uptime_s: float, generated: int, drafted: int = 0, accepted: int = 0, drafting: bool = True, **changes: Any
+) -> CellStatus:
     worker = admin_pb2.WorkerStatus(
         worker_id="w-1",
         model="m",
@@ -27,8 +29,13 @@ def cell(uptime_s: float, generated: int, drafted: int = 0, accepted: int = 0, *
         cached_blocks=10,
         referenced_blocks=20,
         last_step_s=0.0125,
-        drafting=True,
+        drafting=drafting,
         generated_tokens=generated,
+        decode_rows=generated - accepted,
+        draft_budget_tokens=2 * (generated - accepted),
+        accepted_tokens=accepted,
+        acceptance=[0.75, 0.5],
+        speculation_gain=1.375,
     )
     message = admin_pb2.GetStatusResponse(
         term=5,
@@ -81,11 +88,24 @@ def test_the_table_has_what_an_operator_looks_for() -> None:
     assert "no worker is attached" in shown(cell(1.0, 0), cell(2.0, 0, workers=()))
 
 
+def test_what_drafts_bring_is_seen() -> None:
+    before, now = cell(10.0, 1000), cell(12.0, 1500, drafted=800, accepted=200)
+    row = next(line.split() for line in shown(before, now).splitlines() if line.startswith("w-1 "))
+    # 500 tokens of 300 rows, which were allowed 600 draft tokens between the looks.
+    assert row[-3:] == ["2.0", "1.67", "1.38"]
+    assert "w-1 accepts, by position: 75% 50%" in shown(before, now)
+    row = next(line.split() for line in shown(now, now).splitlines() if line.startswith("w-1 "))
+    assert row[-3:] == ["2.0", "1.15", "1.38"]
+    row = shown(before, cell(12.0, 1500, drafting=False)).splitlines()[3].split()
+    assert row[-3:] == ["off", "-", "-"]
+
+
 def test_the_json_has_plain_numbers() -> None:
     form = json.loads(json.dumps(status.status_json(cell(10.0, 1000), cell(12.0, 1500))))
     assert (form["term"], form["tokens_per_s"], form["acceptance"]) == (5, 250.0, None)
     assert form["workers"][0]["referenced_blocks"] == 20
     assert form["workers"][0]["state"] == "serving"
+    assert form["workers"][0]["acceptance"] == [0.75, 0.5]
     assert form["counters"]["generated_tokens"] == 1500
 
 

@@ -62,7 +62,8 @@ async def run_crowd(cluster: Cluster, strikes: dict[int, Callable[[], Any]]) -> 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared(tmp_path_factory: Any) -> AsyncIterator[Cluster]:
-    async with running(tmp_path_factory.mktemp("cluster"), workers=2, draft="fake", fake_step_ms=3) as started:
+    options: dict[str, Any] = {"scheduler": {"speculation": "fixed"}, "fake_step_ms": 3}
+    async with running(tmp_path_factory.mktemp("cluster"), workers=2, draft="fake", **options) as started:
         yield started
 
 

@@ -48,6 +48,7 @@ def expected(folder: Path) -> list[list[int]]:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(folder: Path, tmp_path_factory: Any) -> AsyncIterator[Cluster]:
     options: dict[str, Any] = {"model": folder, "dtype": "float32", "num_blocks": 64, "max_model_len": 512}
+    options["scheduler"] = {"speculation": "fixed"}
     async with running(tmp_path_factory.mktemp("cluster"), workers=2, draft="ngram", **options) as started:
         yield started
 

@@ -2,19 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """One fault: in `file`, `old` (found exactly once) becomes `new`, and one of `tests` must fail."""
-
-    name: str
-    file: str
-    old: str
-    new: str
-    tests: tuple[str, ...]
-
+from mutant import Mutant
+from speculation_mutants import SPECULATION
 
 CORE = ("tests/scheduler",)
 WORKER = ("tests/worker",)
@@ -337,4 +326,5 @@ MUTANTS: tuple[Mutant, ...] = (
         "                self._table.renew(request)",
         ("tests/gateway/test_cells.py",),
     ),
+    *SPECULATION,
 )

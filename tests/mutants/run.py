@@ -15,7 +15,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from mutants import MUTANTS, Mutant
+from mutant import Mutant
+from mutants import MUTANTS
 
 ROOT = Path(__file__).resolve().parents[2]
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv", ".cache", "__pycache__", ".*_cache", ".hypothesis", "*.egg-info")

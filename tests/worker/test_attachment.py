@@ -355,5 +355,7 @@ async def test_too_many_steps_reset_the_stream(bench: Bench) -> None:
 async def test_the_list_of_draft_workers_reaches_the_link(bench: Bench) -> None:
     stream = await bench.scheduler.next()
     assert bench.link is not None
-    stream.send(draft_workers=scheduler_pb2.DraftWorkerList(addresses=["127.0.0.1:9", "127.0.0.1:8"]))
+    told = scheduler_pb2.DraftWorkerList(addresses=["127.0.0.1:9", "127.0.0.1:8"], max_draft_tokens=5)
+    stream.send(draft_workers=told)
     await until(lambda: bench.link._addresses == ["127.0.0.1:8", "127.0.0.1:9"])  # type: ignore[union-attr]
+    assert bench.link.tails.longest_draft == 5

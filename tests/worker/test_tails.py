@@ -150,6 +150,17 @@ def test_a_larger_budget_opens_anew(table: TailTable) -> None:
     assert not table.drain()
 
 
+def test_slots_open_for_the_longest_draft_and_a_rising_budget_opens_none_anew(table: TailTable) -> None:
+    table.longest_draft = 6
+    followed = sequence()
+    table.follow(followed, 1)
+    [opening] = table.drain().opens
+    assert opening.max_draft_tokens == 6
+    for budget in (2, 0, 6):
+        table.follow(followed, budget)
+        assert not table.drain()
+
+
 def test_overflow_closes_and_the_next_row_opens_anew(table: TailTable) -> None:
     followed = opened(table)
     table.receive([tail_of(PROMPT, [1])])

@@ -161,6 +161,8 @@ class ModelWorker:
     """nothing ran since attaching: slots that a former attachment filled may be released"""
     drafted: int = 0
     accepted: int = 0
+    cost_us: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    """what a step takes: at all, by the token, and more where it may draft; 0: durations are not told"""
 
     def attach(self) -> list[tuple[list[int], list[int], int, str]]:
         """Say Hello anew: (tokens, blocks, computed, salt) of what is still held. The memory stays."""
@@ -192,10 +194,17 @@ class ModelWorker:
             assert slot not in seen, f"slot {slot} has two rows"
             seen.add(slot)
             assert slot in self.slots, f"slot {slot} has a row but no sequence"
+            before = self.slots[slot].computed
             drafts.append(self._run_row(row, self.slots[slot], num_prefill, budget, new_blocks, outcome))
+            drafted, accepted = drafts[-1]
+            # Whatever was accepted is computed by now; the rest of the draft went through the model as well.
+            outcome.num_model_tokens += self.slots[slot].computed - before + drafted - accepted
         if any(count for count, _ in drafts):
             outcome.num_drafted = [count for count, _ in drafts]
             outcome.num_accepted = [count for _, count in drafts]
+        fixed, by_token, drafting = self.cost_us
+        busy = drafting * any(budget for _, _, budget, _ in step.rows)
+        outcome.duration_s = (fixed + by_token * outcome.num_model_tokens + busy) * 1e-6
         return outcome
 
     def _admit(self, admission: WireAdmission) -> None:

@@ -5,11 +5,13 @@
     what it prints
 
     config token_budget=5 …                 a cell; first
-    worker W blocks=16 block_size=4 slots=4 context=64 fingerprint=x model=m drafts=right|wrong     attaches
+    worker W blocks=16 block_size=4 slots=4 context=64 fingerprint=x model=m                        attaches
+             drafts=right|wrong|PROBABILITY cost=STEP_US,TOKEN_US,DRAFTING_US
     submit R prompt=8|NAME:8+4 max_tokens=4 n=1 priority=0 client= salt= patience= crashes=0 prompt_logprobs=1
     place                                   waiting sequences enter slots
     plan W · run W · apply W                one step is issued, is run, its result taken in
     step W [count]                          place, plan, run, apply
+    budgets W count                         the same, two steps ahead; says only who may draft how much
     finish                                  until nothing moves
     cancel R [choice] · wait SECONDS        a client goes; time passes
     crash W · cut W · attach W · drain W · leave W · poison R at=0 · restart
@@ -20,9 +22,11 @@ Beneath runs everything that Simulation checks: each token against the oracle, e
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import groupby
 
-from scheduler.core.config import CoreConfig
+from scheduler.core.config import CoreConfig, SpeculationMode
 from scheduler.core.sequence import RequestSpec, Sequence
 from scheduler.core.step import Admission, Failure, Step, Update
 from scheduler.core.worker_state import WorkerSpec, WorkerState
@@ -58,6 +62,18 @@ def prompt_of(key: str, text: str) -> tuple[int, ...]:
     return prefix + tuple(mix(sum(map(ord, key)) << 20, index) % VOCAB for index in range(int(own)))
 
 
+def right_with(probability: float) -> DraftPolicy:
+    """Drafts come whole, each token right with a probability, as a function of its position."""
+
+    def policy(known: int, budget: int) -> tuple[int, int]:
+        right = 0
+        while right < budget and mix(known + right, 1) % 1000 < 1000 * probability:
+            right += 1
+        return budget, right
+
+    return policy
+
+
 class Scenario:
     """One cell and the commands it understands."""
 
@@ -88,7 +104,11 @@ class Scenario:
             max_sequences=int(options.get("slots", 4)),
             max_model_len=int(options.get("context", 64)),
         )
-        self.simulation.start(name, spec, DRAFTS[options.get("drafts", "none")])
+        drafts = options.get("drafts", "none")
+        policy = DRAFTS[drafts] if drafts in DRAFTS else right_with(float(drafts))
+        self.simulation.start(name, spec, policy)
+        fixed, by_token, drafting = map(float, options.get("cost", "0,0,0").split(","))
+        self.simulation.machines[name].model.cost_us = (fixed, by_token, drafting)
         yield from self._news()
 
     def on_submit(self, key: str, **options: str) -> Iterator[str]:
@@ -141,6 +161,22 @@ class Scenario:
             if worker_id not in self.simulation.machines:
                 return
             yield from self.on_apply(worker_id)
+
+    def on_budgets(self, worker_id: str, count: str) -> Iterator[str]:
+        lines = []
+        for _ in range(int(count)):
+            self.simulation.place()
+            while self.simulation.plan(worker_id):
+                step = self.simulation.last_step
+                assert step is not None
+                if not any(step.num_prefill):
+                    lines.append((step.number, describe_budgets(step)))
+            self.simulation.run(worker_id)
+            self.simulation.apply(worker_id)
+        self._drain()
+        for text, group in groupby(lines, key=lambda line: line[1]):
+            numbers = [number for number, _ in group]
+            yield f"steps {numbers[0]} to {numbers[-1]}: {text}"
 
     def on_finish(self) -> Iterator[str]:
         self.simulation.run_dry()
@@ -234,6 +270,8 @@ class Scenario:
 
 def type_of(field: str) -> type:
     """How a configuration value is read."""
+    if field == "speculation":
+        return SpeculationMode
     return float if field in ("watermark", "capacity_wait_s") else int
 
 
@@ -258,6 +296,12 @@ def describe(step: Step) -> Iterator[str]:
         extra += f" +{' '.join(map(str, blocks))}" if blocks else ""
         extra += "" if reserved else ", no token yet"
         yield f"  {kind} {name_of(sequence)}{extra}"
+
+
+def describe_budgets(step: Step) -> str:
+    """How many rows may draft how much."""
+    rows = Counter(step.num_draft)
+    return ", ".join(f"{plural(count, 'row')} k={k}" for k, count in sorted(rows.items(), reverse=True))
 
 
 def describe_worker(worker: WorkerState) -> Iterator[str]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from scheduler.core.config import SpeculationMode
 from scheduler.core.scheduler import Scheduler
 from scheduler.core.sequence import State
 from scheduler.core.step import Failure, Finish, ProtocolViolation, RefusalKind, Step, StepOutcome, Update
@@ -14,7 +15,7 @@ from tests.scheduler.core.builders import answer, choices, request_spec, schedul
 
 def ready(*keys: str, prompt: int = 4, **fields: Any) -> tuple[Scheduler, Step]:
     """A scheduler whose first step, the whole prefill of each request, is issued."""
-    scheduler = scheduler_of()
+    scheduler = scheduler_of(speculation=SpeculationMode.FIXED)
     for key in keys:
         scheduler.submit(request_spec(key, prompt, max_tokens=fields.get("max_tokens", 8)), 0.0)
     scheduler.place("m")

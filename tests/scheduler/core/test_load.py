@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from scheduler.core.config import CoreConfig
+from scheduler.core.config import CoreConfig, SpeculationMode
 from scheduler.core.sequence import RequestSpec
 from scheduler.core.worker_state import WorkerSpec
 from tests.scheduler.core.model_worker import VOCAB, Params, mix
@@ -34,10 +34,12 @@ def mixed_request(key: int, dice: random.Random) -> RequestSpec:
     )
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_256_mixed_requests_leave_nothing_behind(seed: int) -> None:
+@pytest.mark.parametrize(
+    ("seed", "mode"), [(0, SpeculationMode.FIXED), (1, SpeculationMode.AUTO), (2, SpeculationMode.FIXED)]
+)
+def test_256_mixed_requests_leave_nothing_behind(seed: int, mode: SpeculationMode) -> None:
     dice = random.Random(seed)
-    simulation = Simulation(CoreConfig(token_budget=24, max_waiting=1000, draft_token_budget=16))
+    simulation = Simulation(CoreConfig(token_budget=24, max_waiting=1000, speculation=mode, draft_token_budget=16))
     spec = WorkerSpec("m", "x", num_blocks=20, block_size=4, max_sequences=12, max_model_len=40)
 
     def draft(known: int, budget: int) -> tuple[int, int]:

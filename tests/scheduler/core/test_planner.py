@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from scheduler.core.config import SpeculationMode
 from scheduler.core.scheduler import Scheduler
 from scheduler.core.sequence import State
 from scheduler.core.step import Step
 from tests.scheduler.core.builders import answer, request_spec, scheduler_of, step_once, worker_spec
+
+FIXED = SpeculationMode.FIXED
 
 
 def plan(scheduler: Scheduler) -> Step:
@@ -72,7 +75,7 @@ def test_a_row_is_not_issued_beyond_the_end_of_its_sequence() -> None:
 
 def test_running_ahead_reserves_for_the_worst_case() -> None:
     """Prompt 6 and k = 4: known 7, then 7 + 5 in flight, then 12 + 5, in blocks of 4."""
-    scheduler = scheduler_of(worker_spec(num_blocks=16), max_draft_tokens=4)
+    scheduler = scheduler_of(worker_spec(num_blocks=16), speculation=FIXED, max_draft_tokens=4)
     scheduler.workers["w0"].drafting = True
     scheduler.submit(request_spec("a", 6, max_tokens=50), 0.0)
     step_once(scheduler)
@@ -87,7 +90,7 @@ def test_running_ahead_reserves_for_the_worst_case() -> None:
 
 
 def test_blocks_are_never_reserved_past_the_limit() -> None:
-    scheduler = scheduler_of(max_draft_tokens=4)
+    scheduler = scheduler_of(speculation=FIXED, max_draft_tokens=4)
     scheduler.workers["w0"].drafting = True
     scheduler.submit(request_spec("a", 6, max_tokens=2), 0.0)
     step_once(scheduler)
@@ -97,7 +100,7 @@ def test_blocks_are_never_reserved_past_the_limit() -> None:
 
 @pytest.mark.parametrize(("rows", "budget", "k"), [(1, 64, 4), (2, 6, 2), (2, 4, 1), (3, 4, 0)])
 def test_drafts_shrink_as_rows_share_the_step(rows: int, budget: int, k: int) -> None:
-    scheduler = scheduler_of(max_draft_tokens=4, draft_token_budget=budget)
+    scheduler = scheduler_of(speculation=FIXED, max_draft_tokens=4, draft_token_budget=budget)
     scheduler.workers["w0"].drafting = True
     for key in range(rows):
         scheduler.submit(request_spec(key, 3, max_tokens=9), 0.0)
@@ -106,7 +109,7 @@ def test_drafts_shrink_as_rows_share_the_step(rows: int, budget: int, k: int) ->
 
 
 def test_a_request_may_forbid_or_bound_drafts() -> None:
-    scheduler = scheduler_of(max_draft_tokens=4)
+    scheduler = scheduler_of(speculation=FIXED, max_draft_tokens=4)
     scheduler.workers["w0"].drafting = True
     for key, most in (("plain", 0), ("short", 2), ("any", None)):
         scheduler.submit(request_spec(key, 3, max_tokens=20, max_draft_tokens=most), 0.0)
@@ -115,7 +118,7 @@ def test_a_request_may_forbid_or_bound_drafts() -> None:
 
 
 def test_the_token_budget_bounds_drafts_too() -> None:
-    scheduler = scheduler_of(max_draft_tokens=4, token_budget=7)
+    scheduler = scheduler_of(speculation=FIXED, max_draft_tokens=4, token_budget=7)
     scheduler.workers["w0"].drafting = True
     for key in range(3):
         scheduler.submit(request_spec(key, 2, max_tokens=20), 0.0)
@@ -133,7 +136,7 @@ def all_taken(scheduler: Scheduler) -> None:
 
 def test_when_short_drafts_go_first_then_running_ahead_then_the_sequence() -> None:
     """Prompt 6 in 2 blocks of 4: known 7, then 8 fit, and there is no third block."""
-    scheduler = scheduler_of(max_draft_tokens=4)
+    scheduler = scheduler_of(speculation=FIXED, max_draft_tokens=4)
     scheduler.workers["w0"].drafting = True
     scheduler.submit(request_spec("a", 6, max_tokens=20), 0.0)
     step_once(scheduler)

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from scheduler.core.config import CoreConfig
+from scheduler.core.config import CoreConfig, SpeculationMode
 from scheduler.core.sequence import RequestSpec
 from scheduler.core.step import RefusalKind
 from scheduler.core.worker_state import WorkerSpec
@@ -29,6 +29,7 @@ CONFIGS = st.builds(
     token_budget=st.sampled_from([3, 8, 64]),
     depth=st.sampled_from([2, 2, 1]),
     max_waiting=st.sampled_from([100, 4]),
+    speculation=st.sampled_from([SpeculationMode.FIXED, SpeculationMode.AUTO]),
     max_draft_tokens=st.sampled_from([4, 1, 0]),
     draft_token_budget=st.sampled_from([40, 6]),
     watermark=st.sampled_from([0.01, 0.0]),

@@ -70,12 +70,15 @@ def test_the_curve_passes_through_what_is_known(curve: Curve) -> None:
     assert [curve.at(size) for size in between] == pytest.approx(means)
 
 
-def test_beyond_the_last_size_time_goes_on_rising() -> None:
+def test_beyond_what_is_known_the_line_goes_on() -> None:
     curve = Curve((4.0, 8.0), (0.010, 0.030))
     assert curve.at(12) == pytest.approx(0.050)
-    assert curve.at(1) == 0.010
+    assert curve.at(3) == pytest.approx(0.0075), "no less than its share of the first"
     flat = Curve((4.0, 8.0), (0.010, 0.010))
     assert 0.010 < flat.at(64) < 0.020
+    assert flat.at(1) == 0.010
+    assert Curve((6.0, 16.0), (0.016, 0.026)).at(1) == pytest.approx(0.011)
+    assert 0.009 < Curve((5.0,), (0.010,)).at(1) < 0.010
     assert 1.0 < Curve().at(8) < Curve().at(64)
 
 
@@ -145,8 +148,9 @@ def test_a_curve_is_completed_without_changing_what_it_knows(own: Curve, other: 
 
 def test_the_other_curve_lends_its_shape() -> None:
     plain, drafting = Curve((1.0, 32.0), (0.010, 0.040)), Curve((4.0, 8.0), (0.026, 0.034))
-    slower = 0.026 / plain.at(4)
-    assert completed(drafting, plain).at(1) == pytest.approx(0.010 * slower)
+    assert completed(drafting, plain).at(1) == pytest.approx(0.010), "as if drafts slowed nothing"
+    faster = Curve((4.0, 8.0), (0.006, 0.034))
+    assert completed(faster, plain).at(1) == pytest.approx(0.010 * 0.006 / plain.at(4))
     assert completed(drafting, plain).at(32) == pytest.approx(0.040 * 0.034 / plain.at(8))
     assert completed(Curve(), plain) == plain
     assert completed(plain, Curve()) == plain

@@ -1,0 +1,307 @@
+"""When a worker's rows draft, and how much: measured, chosen step by step, and off where it doesn't pay.
+
+    MEASURING ──▶ ON ◀────────── gain > 1 + MARGIN ──────────┐
+     plain steps   │ every PLAIN_EVERY steps: measure again  │
+                   │ gain ≤ 1                                │
+                   ▼        after `wait` steps               │
+                  OFF ───────────────────────▶ PROBING ──────┤
+                   ▲                            2 rows draft │
+                   └──── wait doubles ◀──── gain ≤ 1 + MARGIN┘
+
+MEASURING: T(n) without drafts is needed to know what drafts gain, at first and again now and then.
+ON: `budget.choose` decides each step. A row that gets none probes alone, after ROW_WAIT steps, then twice as many, …
+Now and then budgets are halved: were a size measured only together with its drafts, their cost and that of a draft
+worker that slows the target could not be told apart.
+OFF: costs a few comparisons a step. Is looked at again at once when fewer rows run or another one comes, since that
+alone may make drafts pay; and after `wait` steps a few rows draft for PROBE_STEPS, for what was learned may be old.
+
+The caller passes steps and their outcomes; time comes in only as their durations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from scheduler.core.acceptance import AcceptanceCurve, PositionTotals, RowEvidence, shifted, survival
+from scheduler.core.budget import Load, choose
+from scheduler.core.config import CoreConfig
+from scheduler.core.sequence import Sequence
+from scheduler.core.step import Step, StepOutcome
+from scheduler.core.step_time import StepTimes, completed
+
+MARGIN = 0.05
+"""switched on only for more than this; switched off when there is nothing left"""
+PLAIN_STEPS = 6
+"""plain steps measured before the first draft, and again every PLAIN_EVERY steps"""
+PLAIN_EVERY = 1024
+SETTLING_STEPS = 2
+"""plain steps after one with drafts in which the draft worker may still be busy: not measured"""
+VARY_EVERY = 32
+"""steps after which budgets are halved for once, so that T(n) is known on this side of them; VARY_FIRST at the start"""
+VARY_FIRST = 4
+PROBE_STEPS = 8
+PROBE_ROWS = 2
+PROBE_TOKENS = 2
+PROBE_WAIT = 64
+LONGEST_PROBE_WAIT = 1024
+ROW_WAIT = 16
+ROW_TRIES = 3
+LONGEST_ROW_WAIT = 256
+GRACE_STEPS = 4
+"""steps in which no draft is expected yet: the draft worker has just been told of the sequence"""
+AVAILABILITY_MEMORY = 256.0
+"""draft tokens asked for that weigh about as much as all before them"""
+
+
+class Phase(Enum):
+    """See the drawing."""
+
+    MEASURING = auto()
+    OFF = auto()
+    PROBING = auto()
+    ON = auto()
+
+
+@dataclass(slots=True)
+class RowDrafts:
+    """What is known of one sequence's drafts; goes with it from worker to worker."""
+
+    evidence: RowEvidence = field(default_factory=RowEvidence)
+    waited: int = 0
+    """steps without a budget while others had one"""
+    wait: int = ROW_WAIT
+    failed: int = 0
+    """drafts of this probe that were wrong"""
+    unanswered: int = 0
+    """steps with a budget since it had none, before the first draft came"""
+
+
+class Speculation:
+    """One worker's."""
+
+    def __init__(self) -> None:
+        self.plain_times = StepTimes()
+        self.drafting_times = StepTimes()
+        self.totals = PositionTotals()
+        self.gain = 1.0
+        """expected tokens per second by those without drafts, as of the latest choice"""
+        self.phase = Phase.MEASURING
+        self._curves = {True: AcceptanceCurve(), False: AcceptanceCurve()}
+        """by whether the temperature is 0"""
+        self._asked = self._came = 0.0
+        self._plans = 0
+        self._until = PLAIN_STEPS
+        self._wait = PROBE_WAIT // 2
+        self._on_since: int | None = None
+        self._looked_at_rows = 0
+        self._looked_at_plan = 0
+        self._newest = 0
+        """id of the sequence whose row came last in the latest look"""
+        self._plain_in_a_row = SETTLING_STEPS
+
+    # ------------------------------------------------------------------------------------------------- choosing
+
+    def budgets(self, decodes: list[Sequence], num_other_tokens: int, config: CoreConfig) -> list[int] | None:
+        """k for each decode row of the next step, in order; None: no row drafts.
+
+        `num_other_tokens`: prompt tokens that the step may compute as well.
+        """
+        num_rows = len(decodes)
+        room = min(config.draft_token_budget, config.token_budget) - num_rows
+        if room < 1 or config.max_draft_tokens < 1:
+            self.gain = 1.0
+            return None
+        self._plans += 1
+        if self._rests(decodes):
+            return None
+        survivals = self._survivals(decodes, config.max_draft_tokens)
+        if not any(survivals):
+            return None
+        if self.phase is Phase.PROBING and self._plans < self._until:
+            return self._probe(survivals, room)
+        if self.phase is Phase.ON and self._plans >= self._until:
+            self._enter(Phase.MEASURING, PLAIN_STEPS)
+            return None
+        return self._look(decodes, survivals, Load(num_rows, num_other_tokens, room))
+
+    def _rests(self, decodes: list[Sequence]) -> bool:
+        """Whether there is nothing to decide: the step is plain. Cheap."""
+        if self.phase is Phase.MEASURING:
+            return self._plans < self._until
+        if self.phase is not Phase.OFF or self._plans >= self._until:
+            return False
+        num_rows = len(decodes)
+        fewer = num_rows < 0.9 * self._looked_at_rows
+        # A look costs by the row; with many rows another one comes every few steps.
+        another = decodes[-1].sequence_id != self._newest and self._plans - self._looked_at_plan > num_rows // 8
+        return not (fewer or another)
+
+    def _look(self, decodes: list[Sequence], survivals: list[list[float]], load: Load) -> list[int] | None:
+        """Choose; switch on or off accordingly."""
+        self._looked_at_rows, self._looked_at_plan = load.num_rows, self._plans
+        self._newest = decodes[-1].sequence_id
+        plain, drafting = self.plain_times.curve, self.drafting_times.curve
+        was_on = self.phase in (Phase.ON, Phase.MEASURING)
+        chosen = choose(
+            survivals,
+            load,
+            completed(plain, drafting),
+            completed(drafting, plain),
+            self.availability,
+            0.0 if was_on else MARGIN,
+        )
+        self.gain = chosen.gain
+        if chosen:
+            if self.phase is not Phase.ON:
+                if self._on_since is None:
+                    self._on_since = self._plans
+                self._enter(Phase.ON, PLAIN_EVERY)
+            if self._plans % (VARY_EVERY if len(drafting.sizes) > 1 else VARY_FIRST) == 0:
+                return [(k + 1) // 2 for k in chosen.drafts]
+            self._probe_rows(decodes, survivals, chosen.drafts, load.max_draft_tokens)
+            return chosen.drafts
+        if self.phase is Phase.OFF and self._plans >= self._until:
+            self._enter(Phase.PROBING, PROBE_STEPS)
+            return self._probe(survivals, load.max_draft_tokens)
+        if self.phase is not Phase.OFF:
+            self._switch_off()
+        return None
+
+    def _switch_off(self) -> None:
+        """The time until the next probe doubles, unless drafts have paid for long enough since the last."""
+        paid_for = 0 if self._on_since is None else self._plans - self._on_since
+        self._on_since = None
+        self._wait = PROBE_WAIT if paid_for >= self._wait else min(2 * self._wait, LONGEST_PROBE_WAIT)
+        self._enter(Phase.OFF, self._wait)
+
+    def _enter(self, phase: Phase, num_plans: int) -> None:
+        self.phase = phase
+        self._until = self._plans + num_plans
+
+    def _probe(self, survivals: list[list[float]], room: int) -> list[int]:
+        """A short budget for a few rows, others each time."""
+        drafts = [0] * len(survivals)
+        may = [row for row, positions in enumerate(survivals) if positions]
+        first = self._until % len(may)
+        for row in (may[first:] + may[:first])[:PROBE_ROWS]:
+            drafts[row] = min(PROBE_TOKENS, len(survivals[row]), room)
+            room -= drafts[row]
+        return drafts
+
+    @staticmethod
+    def _probe_rows(decodes: list[Sequence], survivals: list[list[float]], drafts: list[int], room: int) -> None:
+        """One token for each row that has had none for long; until a draft has come, or was waited for in vain."""
+        room -= sum(drafts)
+        for row, (sequence, k) in enumerate(zip(decodes, drafts, strict=True)):
+            state = sequence.drafts
+            if state is None or not survivals[row]:
+                continue
+            if k:
+                state.waited = 0
+                continue
+            state.waited += 1
+            if state.waited <= state.wait:
+                state.unanswered = 0
+            elif state.waited > state.wait + 2 * GRACE_STEPS:
+                _end_probe(state, right=False)
+            elif room > 0:
+                drafts[row] = 1
+                room -= 1
+
+    def _survivals(self, decodes: list[Sequence], max_draft_tokens: int) -> list[list[float]]:
+        """Per row, for as many positions as it may draft."""
+        curves = {greedy: curve.conditional(max_draft_tokens) for greedy, curve in self._curves.items()}
+        common = {greedy: survival(curve) for greedy, curve in curves.items()}
+        survivals = []
+        for sequence in decodes:
+            spec = sequence.request.spec
+            state = sequence.drafts
+            greedy = spec.greedy
+            if state is None:
+                positions = common[greedy]
+            else:
+                positions = survival(shifted(curves[greedy], state.evidence.odds_ratio))
+            left = sequence.limit - len(sequence.token_ids) - sequence.sampling_in_flight - 1  # type: ignore[operator]
+            most = left if spec.max_draft_tokens is None else min(left, spec.max_draft_tokens)
+            survivals.append(positions if most >= max_draft_tokens else positions[: max(0, most)])
+        return survivals
+
+    # ------------------------------------------------------------------------------------------------- learning
+
+    def observe(self, step: Step, outcome: StepOutcome) -> None:
+        """A step is over."""
+        drafted = any(step.num_draft)
+        self._plain_in_a_row = 0 if drafted else self._plain_in_a_row + 1
+        if step.num_prefill and not step.num_prefill[-1] and outcome.num_model_tokens:  # decode rows only
+            if drafted:
+                self.drafting_times.observe(outcome.num_model_tokens, outcome.duration_s)
+            elif self._plain_in_a_row > SETTLING_STEPS:
+                self.plain_times.observe(outcome.num_model_tokens, outcome.duration_s)
+        if drafted:
+            self._observe_drafts(step, outcome)
+
+    def _observe_drafts(self, step: Step, outcome: StepOutcome) -> None:
+        num_positions = max(step.num_draft)
+        curves = {greedy: curve.conditional(num_positions) for greedy, curve in self._curves.items()}
+        nothing = [0] * len(step.sequences)
+        rows = zip(
+            step.sequences,
+            step.num_draft,
+            outcome.num_drafted or nothing,
+            outcome.num_accepted or nothing,
+            outcome.num_tokens,
+            outcome.finish,
+            strict=True,
+        )
+        verdicts: dict[tuple[bool, int, int], int] = {}
+        for sequence, k, drafted, accepted, emitted, finish in rows:
+            if not k or not emitted or finish:
+                continue  # a run cut by its end says nothing of the tokens behind it
+            state = sequence.drafts
+            if state is None:
+                state = sequence.drafts = RowDrafts()
+            self._observe_availability(state, k, drafted)
+            if not drafted:
+                continue
+            drafted, greedy = min(drafted, k), sequence.request.spec.greedy
+            state.evidence.observe(drafted, accepted, curves[greedy])
+            verdict = (greedy, drafted, accepted)
+            verdicts[verdict] = verdicts.get(verdict, 0) + 1
+            if state.waited > state.wait:
+                state.failed += not accepted
+                if accepted or state.failed >= ROW_TRIES:
+                    _end_probe(state, accepted > 0)
+        for (greedy, drafted, accepted), count in verdicts.items():
+            self._curves[greedy].observe(drafted, accepted, count)
+            self.totals.observe(drafted, accepted, count)
+
+    def _observe_availability(self, state: RowDrafts, k: int, drafted: int) -> None:
+        if drafted:
+            state.unanswered = GRACE_STEPS
+        elif state.unanswered < GRACE_STEPS:
+            state.unanswered += 1
+            return
+        keep = 1.0 - 1.0 / AVAILABILITY_MEMORY
+        self._asked = self._asked * keep + k
+        self._came = self._came * keep + min(k, drafted)
+
+    # ------------------------------------------------------------------------------------------------ what is seen
+
+    @property
+    def availability(self) -> float:
+        """Of the draft tokens asked for, the share that was there in time."""
+        return max(0.05, (self._came + 4.0) / (self._asked + 4.0))
+
+    def acceptance(self, greedy: bool, num_positions: int) -> list[float]:
+        """P(right | those before it are right) by position, as expected now."""
+        return self._curves[greedy].conditional(num_positions)
+
+
+def _end_probe(state: RowDrafts, right: bool) -> None:
+    """A row's probe is over: the next comes at once where it was right, else later than the last."""
+    state.failed = 0
+    if right:
+        state.waited = state.wait = ROW_WAIT
+    else:
+        state.waited, state.wait = 0, min(2 * state.wait, LONGEST_ROW_WAIT)

@@ -1,0 +1,279 @@
+"""On where it pays, off where it doesn't, and neither forever: the controller against machines of known speed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler.core import speculation
+from scheduler.core.acceptance import survival
+from scheduler.core.config import CoreConfig
+from scheduler.core.sequence import Sequence
+from scheduler.core.speculation import Phase, Speculation
+from scheduler.core.step import Step, StepOutcome
+from tests.scheduler.core.builders import sequence_of
+
+CONFIG = CoreConfig()
+
+
+@dataclass
+class Machine:
+    """A worker and its draft worker: what steps take, and which drafts come and are right."""
+
+    fixed: float = 0.010
+    per_token: float = 0.0002
+    drafting: float = 0.0
+    """more per step that may draft"""
+    right: Callable[[Sequence], float] = lambda sequence: 0.7
+    comes: float = 1.0
+    """probability that a row's draft is there"""
+    config: CoreConfig = CONFIG
+    seed: int = 1
+    spec: Speculation = field(default_factory=Speculation)
+    rows: list[Sequence] = field(default_factory=list)
+    seconds: float = 0.0
+    tokens: float = 0.0
+    """both as expected of the budgets given, so that a rate is no matter of luck"""
+    steps: int = 0
+
+    def __post_init__(self) -> None:
+        self.dice = random.Random(self.seed)
+
+    def add(self, count: int, **fields: object) -> None:
+        for _ in range(count):
+            number = len(self.rows) + 1 + 1000 * self.steps
+            self.rows.append(sequence_of(number, number=number, limit=10**9, **fields))
+
+    def step(self) -> list[int]:
+        """One decode step; its budgets."""
+        self.steps += 1
+        budgets = self.spec.budgets(self.rows, 0, self.config)
+        drafts = [0] * len(self.rows) if budgets is None else budgets
+        drafted, accepted = [], []
+        for sequence, k in zip(self.rows, drafts, strict=True):
+            drafted.append(k if self.dice.random() < self.comes else 0)
+            right = 0
+            while right < drafted[-1] and self.dice.random() < self.right(sequence):
+                right += 1
+            accepted.append(right)
+        size = len(self.rows) + sum(drafted)
+        self.seconds += self.duration(len(self.rows) + self.comes * sum(drafts), any(drafts))
+        rows = zip(self.rows, drafts, strict=True)
+        self.tokens += sum(1 + self.comes * sum(survival([self.right(sequence)] * k)) for sequence, k in rows)
+        duration = self.duration(size, any(drafts))
+        duration *= 1 + 0.02 * self.dice.random() + 5 * (self.dice.random() < 0.01)
+        step = Step(self.steps, sequences=self.rows, num_prefill=[0] * len(self.rows), num_draft=drafts)
+        emitted = [1 + count for count in accepted]
+        any_drafted = any(drafted)
+        self.spec.observe(
+            step,
+            StepOutcome(
+                self.steps,
+                emitted,
+                [0] * sum(emitted),
+                [0] * len(emitted),
+                drafted if any_drafted else [],
+                accepted if any_drafted else [],
+                duration_s=duration,
+                num_model_tokens=size,
+            ),
+        )
+        return drafts
+
+    def duration(self, size: float, drafting: bool) -> float:
+        """Of a step, as a rule."""
+        return self.fixed + self.per_token * size + self.drafting * drafting
+
+    def run(self, count: int) -> list[list[int]]:
+        return [self.step() for _ in range(count)]
+
+    def rate(self, count: int) -> float:
+        """Tokens per second over so many steps."""
+        seconds, tokens = self.seconds, self.tokens
+        self.run(count)
+        return (self.tokens - tokens) / (self.seconds - seconds)
+
+    def expected_rate(self, k: int, probability: float) -> float:
+        """Of plain steps, or of k tokens for each row."""
+        rows = len(self.rows)
+        size = rows * (1 + k * self.comes)
+        tokens = rows * (1 + self.comes * sum(survival([probability] * k)))
+        return tokens / self.duration(size, k > 0)
+
+
+def test_plain_steps_are_measured_before_the_first_draft() -> None:
+    machine = Machine()
+    machine.add(1)
+    drafts = machine.run(12)
+    assert drafts[:5] == [[0]] * 5
+    assert all(k > 0 for (k,) in drafts[6:])
+    assert machine.spec.plain_times.observed >= 4
+    assert machine.spec.gain > 1.5
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    st.floats(0.02, 0.95),
+    st.integers(1, 40),
+    st.floats(0.00005, 0.005),
+    st.sampled_from([0.0, 0.002, 0.010]),
+    st.sampled_from([1.0, 0.6]),
+    st.integers(0, 1000),
+)
+def test_never_slower_than_plain_and_near_the_best(
+    probability: float, rows: int, per_token: float, drafting: float, comes: float, seed: int
+) -> None:
+    """The machines here take 10 ms and something by the token; rates over the first steps, learning included."""
+    machine = Machine(0.010, per_token, drafting, lambda _: probability, comes, seed=seed)
+    machine.add(rows)
+    most = max(0, min(4, 64 // rows - 1))
+    best = max(machine.expected_rate(k, probability) for k in range(most + 1))
+    plain = machine.expected_rate(0, probability)
+    assert machine.rate(1200) > 0.95 * plain
+    assert machine.rate(600) > max(0.96 * plain, 0.90 * best)
+
+
+def test_off_costs_few_drafts() -> None:
+    machine = Machine(right=lambda _: 0.0)
+    machine.add(8)
+    machine.run(100)
+    assert sum(sum(drafts) > 0 for drafts in machine.run(2000)) < 60
+
+
+def test_a_larger_batch_switches_off_and_a_smaller_one_on_again_at_once() -> None:
+    machine = Machine(per_token=0.004, right=lambda _: 0.6)
+    machine.add(1)
+    machine.run(60)
+    assert machine.spec.phase is Phase.ON
+    machine.add(25)
+    assert sum(map(sum, machine.run(60))) < 60
+    assert machine.spec.phase is not Phase.ON
+    assert machine.spec.gain == 1.0
+    del machine.rows[:-1]  # the newest stays
+    assert machine.step()[0] > 0
+
+
+def test_more_rows_than_the_budget_has_tokens_are_plain_without_a_look() -> None:
+    machine = Machine()
+    machine.add(64)
+    machine.run(30)
+    assert machine.spec.phase is Phase.MEASURING
+    assert machine.spec.budgets(machine.rows, 0, CONFIG) is None
+
+
+def test_a_row_that_no_draft_fits_is_left_out_and_probed_ever_more_seldom() -> None:
+    machine = Machine(per_token=0.003, right=lambda sequence: 0.0 if sequence is machine.rows[0] else 0.8)
+    machine.add(3)
+    machine.run(60)
+    drafts = machine.run(1000)
+    assert sum(others > 0 for _, others, _ in drafts) > 900
+    tried = [number for number, (k, _, _) in enumerate(drafts) if k]
+    assert 2 <= len(tried) < 60
+    gaps = [late - early for early, late in pairwise(tried) if late - early > 8]
+    assert len(gaps) > 2
+    assert gaps == sorted(gaps)
+
+
+def test_a_row_that_begins_to_copy_is_found_out() -> None:
+    right = {"bad": 0.0}
+    machine = Machine(per_token=0.0015, right=lambda sequence: right["bad"] if sequence is machine.rows[0] else 0.8)
+    machine.add(3)
+    machine.run(200)
+    right["bad"] = 0.95
+    machine.run(300)
+    assert all(bad > 0 for bad, *_ in machine.run(10))
+
+
+def test_drafts_that_become_right_are_found_out() -> None:
+    right = {"all": 0.0}
+    machine = Machine(right=lambda _: right["all"])
+    machine.add(2)
+    machine.run(400)
+    assert machine.spec.phase is Phase.OFF
+    right["all"] = 0.9
+    machine.run(speculation.LONGEST_PROBE_WAIT + 50)
+    assert machine.spec.phase is Phase.ON
+
+
+def test_a_draft_worker_that_never_answers_and_slows_the_target_is_left_alone() -> None:
+    machine = Machine(drafting=0.005, comes=0.0)
+    machine.add(1)
+    machine.run(150)
+    assert machine.spec.phase is Phase.OFF
+    assert machine.spec.availability < 0.2
+
+
+def test_waiting_for_the_first_draft_is_not_held_against_it() -> None:
+    machine = Machine(comes=0.0)
+    machine.add(1)
+    machine.run(5 + speculation.GRACE_STEPS)
+    assert machine.spec.availability == 1.0
+
+
+def test_the_target_became_faster_without_drafts() -> None:
+    """Nothing but a plain step now and then can tell that plain steps have become cheap."""
+    machine = Machine(fixed=0.030)
+    machine.add(1)
+    machine.run(100)
+    assert machine.spec.phase is Phase.ON
+    machine.fixed, machine.drafting = 0.005, 0.025
+    machine.run(speculation.PLAIN_EVERY * 4)
+    assert machine.spec.phase is not Phase.ON
+    assert machine.rate(1000) > 0.95 * machine.expected_rate(0, 0.7)
+
+
+def test_what_a_request_allows() -> None:
+    machine = Machine(right=lambda _: 0.95)
+    machine.add(1, max_draft_tokens=0)
+    machine.add(1, max_draft_tokens=2)
+    machine.add(1)
+    for none, few, any_number in machine.run(60)[10:]:
+        assert (none, few <= 2, any_number <= 4) == (0, True, True)
+    assert machine.step() == [0, 2, 4]
+
+
+def test_no_budget_beyond_the_last_token() -> None:
+    machine = Machine(right=lambda _: 0.95)
+    machine.add(1)
+    machine.run(30)
+    (sequence,) = machine.rows
+    sequence.sampling_in_flight = 1
+    sequence.limit = len(sequence.token_ids) + 4
+    assert machine.step() == [2]
+    sequence.limit = len(sequence.token_ids) + 2
+    assert machine.step() == [0]
+
+
+def test_rows_that_may_not_draft_teach_nothing() -> None:
+    machine = Machine()
+    machine.add(1, max_draft_tokens=0)
+    machine.run(200)
+    machine.rows.clear()
+    machine.add(1)
+    machine.run(3)
+    assert machine.step()[0] > 0
+
+
+def test_temperatures_are_told_apart() -> None:
+    machine = Machine(right=lambda sequence: 0.9 if sequence.request.spec.greedy else 0.2)
+    machine.add(2, greedy=True)
+    machine.add(2)
+    machine.run(300)
+    assert machine.spec.acceptance(True, 1)[0] > 0.8
+    assert machine.spec.acceptance(False, 1)[0] < 0.35
+    assert sum(machine.spec.totals.tried) > sum(machine.spec.totals.accepted) > 0
+
+
+@pytest.mark.parametrize("rows", [1, 5, 30])
+def test_the_bounds_of_a_step(rows: int) -> None:
+    machine = Machine(right=lambda _: 0.95, config=CoreConfig(draft_token_budget=33, token_budget=500))
+    machine.add(rows)
+    for drafts in machine.run(60):
+        assert sum(drafts) + rows <= 33
+        assert max(drafts) <= 4

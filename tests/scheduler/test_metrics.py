@@ -1,0 +1,32 @@
+"""What a scrape of the scheduler finds."""
+
+from __future__ import annotations
+
+from scheduler.config import SchedulerConfig
+from scheduler.core.acceptance import PositionTotals
+from scheduler.loop import Cell
+from scheduler.metrics import CellCollector
+from tests.scheduler.core.builders import worker_spec
+
+
+async def test_speculation_by_worker_and_position() -> None:
+    cell = Cell(SchedulerConfig(speculation="fixed"))
+    cell.core.attach("w", worker_spec(), 0.0)
+    worker = cell.core.workers["w"]
+    worker.decode_rows, worker.draft_budget = 10, 25
+    worker.speculation.gain = 1.25
+    totals: PositionTotals = worker.speculation.totals
+    totals.observe(3, 1)
+    totals.observe(1, 1)
+    found = {
+        (sample.name, *sample.labels.values()): sample.value
+        for metric in CellCollector(cell).collect()
+        for sample in metric.samples
+    }
+    assert found["tandem_decode_rows_total", "w"] == 10
+    assert found["tandem_draft_budget_tokens_total", "w"] == 25
+    assert found["tandem_speculation_gain", "w"] == 1.25
+    drafted, accepted = "tandem_position_drafted_tokens_total", "tandem_position_accepted_tokens_total"
+    assert [found[drafted, "w", position] for position in "12"] == [2, 1]
+    assert [found[accepted, "w", position] for position in "12"] == [2, 0]
+    assert (drafted, "w", "3") not in found
