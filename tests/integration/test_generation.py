@@ -15,7 +15,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 @pytest.fixture(scope="module", params=[None, "fake"], ids=["plain", "speculative"])
 async def cluster(request: Any, tmp_path_factory: Any) -> AsyncIterator[Cluster]:
-    async with running(tmp_path_factory.mktemp("cluster"), workers=2, draft=request.param, fake_step_ms=1) as started:
+    options: dict[str, Any] = {"scheduler": {"speculation": "fixed"}, "fake_step_ms": 1}
+    async with running(tmp_path_factory.mktemp("cluster"), workers=2, draft=request.param, **options) as started:
         yield started
 
 
