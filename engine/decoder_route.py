@@ -22,6 +22,7 @@ from engine.errors import IncompleteModel, UnsupportedModel
 from engine.kernels.cpp_linear import packed_layout
 from engine.kernels.cpp_ops import CppOps
 from engine.kernels.ops import Ops
+from engine.kernels.torch_ops import TorchOps
 from engine.kv_cache import LayerShape
 from engine.loading import ModelFacts
 from engine.packed_weights import WORTH_MAPPING, entry_name, mapped_weights
@@ -71,7 +72,9 @@ class DecoderModel:
         self._max_model_len = max_model_len
         self._max_sequences = max_sequences
         self._recorded = recorded
-        self._recorder = CudaRecorder() if recorder is None and device.type == "cuda" else recorder
+        # Plain torch works on the host between its calls, which no graph can hold.
+        graphs = device.type == "cuda" and not isinstance(ops, TorchOps)
+        self._recorder = CudaRecorder() if recorder is None and graphs else recorder
         self._plans = StepPlanBuilder(device)
         if progress:
             progress("loading weights", None)
