@@ -131,7 +131,8 @@ def level():
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(64, 64), (576, 192), (41, 203)])
 def test_packed_linear(dtype, bias, shape, level):
-    plain = nn.Linear(*shape, bias=bias, dtype=dtype)
+    num_in, num_out = shape
+    plain = nn.Linear(num_in, num_out, bias=bias, dtype=dtype)
     packed = PackedLayer.of_linear(plain, level)
     x, out = assert_rows_keep_their_bits(packed, shape[0], dtype)
     torch.testing.assert_close(out, plain(x))

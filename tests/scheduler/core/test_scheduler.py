@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from scheduler.core.config import CoreConfig
@@ -24,7 +26,7 @@ def refused(scheduler: Scheduler, *arguments: object, **fields: object) -> Refus
 )
 def test_a_configuration_that_cannot_work_is_refused_by_name(field: str) -> None:
     with pytest.raises(ValueError, match=field):
-        Scheduler(CoreConfig(**{field: -1}))
+        Scheduler(replace(CoreConfig(), **{field: -1}))  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------------------------------------------------- submit
