@@ -25,11 +25,12 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
-from engine.attention_plan import KEY_TILE, PRODUCTS_PER_GROUP, QUERY_BLOCK, AttentionPlan, Wave
+from engine.attention_plan import KEY_TILE, QUERY_BLOCK, AttentionPlan, Wave
 from engine.kernels import cpp_attention
 from engine.kernels.build import level_number
 from engine.kernels.cpp_attention import CppCache
 from engine.kernels.ops import AttentionRule
+from engine.kernels.torch_tiles import grouped_products
 from engine.kv_cache import KvCache, LayerShape
 
 ATTENTION_NAME = "tandem_paged"
@@ -204,7 +205,7 @@ def _attend_wave(
 
     keys = keys.float().view(len(query_rows), KEY_TILE, -1)
     values = values.float().view(len(query_rows), KEY_TILE, -1)
-    scores = _grouped_product(queries.flatten(0, 1).index_select(0, query_rows), keys.transpose(1, 2))
+    scores = grouped_products(queries.flatten(0, 1).index_select(0, query_rows), keys.transpose(1, 2))
     visible = scores[:num_products].view(*shape, KEY_TILE)
     if softcap is not None:
         visible.div_(softcap).tanh_().mul_(softcap)
@@ -215,17 +216,8 @@ def _attend_wave(
     # A tile that a query doesn't see has no peak; its weights are exp(-inf) = 0 whatever is subtracted.
     visible.sub_(peaks.clamp(min=torch.finfo(torch.float32).min)[..., None]).exp_()
     sums = visible.sum(dim=-1)
-    partial = _grouped_product(scores, values)
+    partial = grouped_products(scores, values)
     return _merge(wave, peaks, sums, partial[:num_products].view(*shape, -1), sinks)
-
-
-def _grouped_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Batched product of float32 [e, r, k] and [e, k, c] in groups of one shape; e is a multiple of the group."""
-    out = left.new_empty((left.shape[0], left.shape[1], right.shape[2]))
-    for start in range(0, left.shape[0], PRODUCTS_PER_GROUP):
-        group = slice(start, start + PRODUCTS_PER_GROUP)
-        torch.bmm(left[group], right[group], out=out[group])
-    return out
 
 
 def _merge(

@@ -22,6 +22,7 @@ import torch
 
 from engine.batch import Batch
 from engine.kernels.ops import StepPlan
+from engine.kernels.torch_tiles import PRODUCTS_PER_GROUP
 from engine.kv_cache import places
 from engine.step_plan import StepPlanBuilder
 
@@ -30,9 +31,6 @@ QUERY_BLOCK = 8
 its keys once per block: with eight, fetching and multiplying cost about the same."""
 KEY_TILE = 64
 """Key positions per piece; block_size must divide it."""
-
-PRODUCTS_PER_GROUP = 16
-"""Matrix products per batched call: always this many, since torch picks its route by their number too."""
 
 _MAX_WAVE_PRODUCTS = 512
 """Pieces × KV heads computed at a time: 8 MiB of keys at head_dim 64, which stays in cache."""

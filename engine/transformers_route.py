@@ -7,9 +7,10 @@ import torch
 import transformers
 
 from engine.attention import PagedStep
-from engine.attention_plan import KEY_TILE, PRODUCTS_PER_GROUP, QUERY_BLOCK, AttentionPlan
+from engine.attention_plan import KEY_TILE, QUERY_BLOCK, AttentionPlan
 from engine.batch import Batch
 from engine.kernels.cpp_ops import fingerprint as kernels_fingerprint
+from engine.kernels.torch_tiles import PRODUCTS_PER_GROUP
 from engine.kv_cache import KvCache
 from engine.loading import ModelFacts
 from engine.model import TiledModel, load_transformers_model

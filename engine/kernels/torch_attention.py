@@ -30,14 +30,12 @@ import numpy as np
 import torch
 
 from engine.kernels.ops import AttentionRule, HeadShape, StepPlan
-from engine.kernels.torch_tiles import apply, row_sums, softcapped
+from engine.kernels.torch_tiles import PRODUCTS_PER_GROUP, apply, grouped_products, row_sums, softcapped
 
 QUERY_BLOCK = 8
 """Queries per piece; a decode row has one and pays for all."""
 KEY_TILE = 64
 """Key positions per piece."""
-PRODUCTS_PER_GROUP = 16
-"""Products per batched call: always as many, since torch picks its route by their number too."""
 
 _MAX_WAVE_PRODUCTS = 512
 """Pieces × KV heads computed at a time: 8 MiB of keys at head_dim 64."""
@@ -212,7 +210,7 @@ def _attend_wave(wave: _Wave, queries: torch.Tensor, rule: AttentionRule, cache:
     shape = (wave.num_pieces, kv_heads, QUERY_BLOCK, num_rows // QUERY_BLOCK)
     num_products = wave.num_pieces * kv_heads  # the rest fills the last group
     keys, values = cache.read(wave.runs)
-    scores = _grouped_products(queries.flatten(0, 1)[wave.queries], keys.transpose(1, 2))
+    scores = grouped_products(queries.flatten(0, 1)[wave.queries], keys.transpose(1, 2))
     if rule.softcap is not None:
         scores = softcapped(scores, rule.softcap)
     visible = scores[:num_products].view(*shape, KEY_TILE)
@@ -221,7 +219,7 @@ def _attend_wave(wave: _Wave, queries: torch.Tensor, rule: AttentionRule, cache:
     # A tile that a query doesn't see has no peak; its weights are exp(-inf) = 0 whatever is subtracted.
     weights = apply(torch.exp, scores.sub_(peaks.clamp(min=torch.finfo(torch.float32).min)))
     sums = row_sums(weights)
-    partial = _grouped_products(weights, values)
+    partial = grouped_products(weights, values)
     return _merged(
         wave,
         peaks[:num_products].view(shape),
@@ -229,15 +227,6 @@ def _attend_wave(wave: _Wave, queries: torch.Tensor, rule: AttentionRule, cache:
         partial[:num_products].view(*shape, -1),
         rule.sinks,
     )
-
-
-def _grouped_products(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Batched product of float32 [e, r, k] and [e, k, c] in groups of one shape; e is a multiple of the group."""
-    out = left.new_empty((left.shape[0], left.shape[1], right.shape[2]))
-    for start in range(0, left.shape[0], PRODUCTS_PER_GROUP):
-        group = slice(start, start + PRODUCTS_PER_GROUP)
-        torch.bmm(left[group], right[group], out=out[group])
-    return out
 
 
 def _merged(

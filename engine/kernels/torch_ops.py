@@ -11,10 +11,11 @@ from functools import partial
 import torch
 
 from engine.kernels.ops import AttentionRule, HeadNorms, HeadShape, LayerCache, PackedLinear, Rotary, StepPlan
-from engine.kernels.torch_attention import KEY_TILE, PRODUCTS_PER_GROUP, QUERY_BLOCK, QueryBlocks, TorchCache, attend
+from engine.kernels.torch_attention import KEY_TILE, QUERY_BLOCK, QueryBlocks, TorchCache, attend
 from engine.kernels.torch_choose import choose
 from engine.kernels.torch_tiles import (
     ACTIVATIONS,
+    PRODUCTS_PER_GROUP,
     ROW_TILE,
     apply,
     layer_normed,

@@ -28,6 +28,8 @@ ROW_TILE = 8
 """Rows of every product."""
 WEIGHT_SLICE = 2048
 """Outputs per product: 4.5 MiB of float32 at width 576, which stays in cache."""
+PRODUCTS_PER_GROUP = 16
+"""Matrix products per batched call: always this many, since torch picks its route by their number too."""
 
 _VECTOR = 64
 """Elements: a multiple of what any of torch's vector paths takes at once."""
@@ -104,3 +106,12 @@ def layer_normed(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     variance = row_sums(centred * centred) / x.shape[-1]
     normed = centred / (variance + eps).sqrt_() * weight
     return normed if bias is None else normed + bias
+
+
+def grouped_products(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Batched product of float32 [e, r, k] and [e, k, c] in groups of one shape; e is a multiple of the group."""
+    out = left.new_empty((left.shape[0], left.shape[1], right.shape[2]))
+    for start in range(0, left.shape[0], PRODUCTS_PER_GROUP):
+        group = slice(start, start + PRODUCTS_PER_GROUP)
+        torch.bmm(left[group], right[group], out=out[group])
+    return out
