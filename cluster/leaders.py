@@ -26,11 +26,10 @@ from tandem.v1 import scheduler_pb2, scheduler_pb2_grpc
 from cluster import channel
 from cluster.errors import from_rpc_error
 from cluster.logs import event
-from cluster.state import MEMORY, State, StateUnavailable, open_state
+from cluster.state import MEMORY, SchedulerEntry, State, open_state, search
 
 logger = logging.getLogger(__name__)
 
-STATE_PERIOD_S = 1.0
 MAX_BACKOFF_S = 2.0
 # Schedulers of one cell are few; more addresses than this are somebody's mistake.
 MAX_KNOWN = 64
@@ -80,7 +79,9 @@ class Leaders:
         """Begin to watch."""
         self._started = True
         if self._state is not None:
-            self._searching = asyncio.create_task(self._search(self._state), name="search for schedulers")
+            self._searching = asyncio.create_task(
+                search(self._state, self._note_found, lambda: self._started), name="search for schedulers"
+            )
         self._watch_all()
 
     async def close(self) -> None:
@@ -222,19 +223,7 @@ class Leaders:
             known.leading_term = term
             self._tell()
 
-    async def _search(self, state: State) -> None:
-        """Look into the shared state for schedulers, again and again."""
-        away = False
-        while self._started:  # the client of a store may lose a cancellation
-            try:
-                for entry in await state.schedulers():
-                    if not self._cell or entry.cell == self._cell:
-                        self._know(entry.address)
-                away = False
-            except StateUnavailable as error:
-                if not away:
-                    event(logger, "the shared state is away", level=logging.WARNING, why=str(error))
-                away = True
-            except Exception:
-                logger.exception("the search for schedulers failed")
-            await asyncio.sleep(STATE_PERIOD_S)
+    def _note_found(self, entries: Sequence[SchedulerEntry]) -> None:
+        for entry in entries:
+            if not self._cell or entry.cell == self._cell:
+                self._know(entry.address)

@@ -22,12 +22,19 @@ and `cluster.redis_state.RedisState`.
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from cluster.logs import event
+
+logger = logging.getLogger(__name__)
+
 MEMORY = "memory"
+SEARCH_PERIOD_S = 1.0
 # Terms are milliseconds of a clock; what lies thousands of years ahead is garbage, and would leave no room above it.
 MAX_TERM = 1 << 48
 
@@ -177,3 +184,21 @@ def open_state(url: str, cluster: str) -> State:
     from cluster.redis_state import RedisState  # the client library is needed by those who use it
 
     return RedisState(url, cluster)
+
+
+async def search(state: State, found: Callable[[Sequence[SchedulerEntry]], None], goes_on: Callable[[], bool]) -> None:
+    """Tell `found` which schedulers are registered, once a period, while `goes_on()`; a state that is away, or a look
+    that fails, is logged and the search goes on.
+    """
+    away = False
+    while goes_on():  # the client of a store may lose a cancellation
+        try:
+            found(await state.schedulers())
+            away = False
+        except StateUnavailable as error:
+            if not away:
+                event(logger, "the shared state is away", level=logging.WARNING, why=str(error))
+            away = True
+        except Exception:
+            logger.exception("a search for schedulers failed")
+        await asyncio.sleep(SEARCH_PERIOD_S)

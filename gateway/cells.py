@@ -18,7 +18,7 @@ from typing import Protocol
 
 from cluster.errors import Unavailable
 from cluster.logs import event
-from cluster.state import State, StateUnavailable
+from cluster.state import SchedulerEntry, State, search
 from gateway.convert import ModelNews
 from gateway.requests import LiveRequest, RequestTable
 from gateway.routing import CellLoad, place, prefix_key
@@ -26,7 +26,6 @@ from gateway.session import Session
 
 logger = logging.getLogger(__name__)
 
-SEARCH_PERIOD_S = 1.0
 MAX_CELLS = 64
 
 
@@ -120,7 +119,9 @@ class Cells:
 
     def start(self) -> None:
         """Begin to look for cells, and keep doing so."""
-        self._searching = asyncio.create_task(self._search(), name="search for cells")
+        self._searching = asyncio.create_task(
+            search(self._state, self._note_found, lambda: not self._closed), name="search for cells"
+        )
 
     async def close(self) -> None:
         """End every session."""
@@ -203,19 +204,8 @@ class Cells:
         news.set()
         self._on_change()
 
-    async def _search(self) -> None:
-        away = False
-        while not self._closed:  # the client of a store may lose a cancellation
-            try:
-                self._keep({entry.cell for entry in await self._state.schedulers()})
-                away = False
-            except StateUnavailable as error:
-                if not away:
-                    event(logger, "the shared state is away", level=logging.WARNING, why=str(error))
-                away = True
-            except Exception:
-                logger.exception("the search for cells failed")
-            await asyncio.sleep(SEARCH_PERIOD_S)
+    def _note_found(self, entries: Sequence[SchedulerEntry]) -> None:
+        self._keep({entry.cell for entry in entries})
 
     def _keep(self, names: set[str]) -> None:
         """Open sessions with new cells; cells that are gone, and have nothing of ours, are forgotten."""
