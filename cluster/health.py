@@ -75,10 +75,11 @@ class Health(health_pb2_grpc.HealthServicer):
                 status = self._status(request.service)
                 if status != last:
                     yield health_pb2.HealthCheckResponse(status=status)
-                    last = status
-                if self._closed:
+                    last = status  # it may have changed while the last one was written
+                elif self._closed:
                     return
-                await changed.wait()
+                else:
+                    await changed.wait()
         finally:
             self._watchers.discard(changed)
 

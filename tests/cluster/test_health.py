@@ -85,6 +85,16 @@ async def test_shutdown_is_for_good(served) -> None:
     assert not health.serving("new")
 
 
+async def test_a_change_while_the_last_one_is_written_is_still_told() -> None:
+    health = Health()
+    health.set("", True)
+    watch = health.Watch(health_pb2.HealthCheckRequest(), None)
+    assert (await anext(watch)).status == KINDS.SERVING
+    health.enter_graceful_shutdown()
+    health.close()
+    assert [answer.status async for answer in watch] == [KINDS.NOT_SERVING]
+
+
 def test_progress() -> None:
     progress = Progress(stalled_after_s=30.0)
     assert not progress.hung(1e9), "idle is never hung"
