@@ -10,11 +10,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.metadata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector
+from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
+from cluster.inspection import open_tasks
 from cluster.server import CannotBind, PortInUse, why_not_bound
 
 # Seconds, from a fast inter-token gap to a slow end-to-end answer.
@@ -42,6 +44,20 @@ class LabelValues:
         return value
 
 
+class _TaskCollector:
+    """Open tasks by the name of their coroutine, so that one that is never ended shows."""
+
+    def collect(self) -> Iterator[Metric]:
+        tasks = GaugeMetricFamily("tandem_tasks", "Open asyncio tasks, by coroutine.", labels=("coroutine",))
+        try:
+            counts = open_tasks()
+        except RuntimeError:
+            counts = {}  # nobody's loop runs here
+        for name, count in sorted(counts.items()):
+            tasks.add_metric([name], count)
+        yield tasks
+
+
 class Telemetry:
     """The metrics of one process. Names get the prefix `tandem_`."""
 
@@ -49,6 +65,7 @@ class Telemetry:
         self.registry = CollectorRegistry()
         self._server: asyncio.Server | None = None
         ProcessCollector(registry=self.registry)
+        self.registry.register(_TaskCollector())
         build = Info("tandem_build", "What runs here.", registry=self.registry)
         build.info({"service": service, "version": version()})
 

@@ -11,11 +11,12 @@ import uuid
 
 from tandem.v1 import admin_pb2_grpc, scheduler_pb2_grpc
 
-from cluster import config, event_loop, health, logs
+from cluster import config, event_loop, health, inspection, logs
 from cluster.server import CannotBind, add_health, add_reflection, bind, create_server, join_address, run_until_signal
 from cluster.state import open_state
 from cluster.telemetry import Telemetry
 from scheduler.config import SchedulerConfig
+from scheduler.inspection import look
 from scheduler.leadership import Leadership
 from scheduler.loop import Cell
 from scheduler.metrics import CellCollector
@@ -42,6 +43,7 @@ async def serve(settings: SchedulerConfig) -> None:
     )
     scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(SchedulerServicer(cell, leadership), server)
     admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(cell, leadership), server)
+    inspection.add_inspection(server, lambda: look(cell))
     serving = add_health(server)
     add_reflection(server, REFLECTED)
     telemetry = Telemetry("scheduler")

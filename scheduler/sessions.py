@@ -30,6 +30,11 @@ class Session:
     """(handle, choice) → Update, or the Status that ends a request"""
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
 
+    @property
+    def num_pending(self) -> int:
+        """Choices with news that the stream's writer has not taken."""
+        return len(self._pending)
+
     def add_update(self, handle: int, update: Update) -> None:
         """News of a choice."""
         key = (handle, update.sequence.choice)

@@ -8,7 +8,7 @@ import os
 import sys
 import uuid
 
-from cluster import event_loop, logs
+from cluster import event_loop, inspection, logs
 from cluster.config import load
 from cluster.health import Health
 from cluster.leaders import follow
@@ -19,6 +19,7 @@ from worker.attachment import Attachment
 from worker.config import WorkerConfig
 from worker.drafting import DraftLink
 from worker.executor import Executor, NoDrafting
+from worker.inspection import look
 from worker.loading import load_engine
 from worker.sequences import SequenceTable, limits_of
 from worker.stepping import StepThread
@@ -40,8 +41,10 @@ async def serve(config: WorkerConfig) -> int:
     address = "-"
     if config.port >= 0:
         address = join_address(config.host, bind(server, config.host, config.port))
+    worker = Worker(config)
+    inspection.add_inspection(server, worker.look)
     await server.start()
-    worker = await _build(config)
+    await _build(worker)
     worker.address = address
     stop = asyncio.Event()
     parts = [asyncio.ensure_future(worker.attachment.run()), asyncio.ensure_future(worker.report_health(health))]
@@ -72,7 +75,14 @@ class Worker:
         self.address = "-"
         self.link: DraftLink | None = None
         self.attachment: Attachment
+        self.worker_id = config.worker_id or f"worker-{uuid.uuid4().hex[:8]}"
         self._ready = False
+
+    async def look(self) -> inspection.Holdings:
+        """What the worker holds; while it loads: nothing."""
+        if not self._ready:
+            return inspection.Holdings({})
+        return await look(self.worker_id, self.attachment.epoch, self.steps)
 
     def send_outcome(self, outcome: StepOutcome) -> None:
         """From the step thread, by way of the loop, to the scheduler."""
@@ -102,10 +112,9 @@ class Worker:
             await asyncio.sleep(HEALTH_PERIOD_S)
 
 
-async def _build(config: WorkerConfig) -> Worker:
+async def _build(worker: Worker) -> None:
     """Load the engine and wire everything up."""
-    worker_id = config.worker_id or f"worker-{uuid.uuid4().hex[:8]}"
-    worker = Worker(config)
+    config, worker_id = worker.config, worker.worker_id
     engine = await worker.steps.load(lambda: load_engine(config))
     limits = limits_of(engine.info)
     if config.draft == "on":
@@ -128,7 +137,6 @@ async def _build(config: WorkerConfig) -> Worker:
         link=worker.link,
         on_attached=worker.note_attached,
     )
-    return worker
 
 
 def main() -> int:

@@ -83,6 +83,11 @@ class Attachment:
         self._drained = asyncio.Event()
         self._ended = asyncio.Event()
 
+    @property
+    def epoch(self) -> int:
+        """Of the latest attachment; 0 before the first."""
+        return self._epoch
+
     async def run(self) -> None:
         """Attach, and attach again whenever the stream is lost; returns once relieved, or lost while draining."""
         attempt = 0
