@@ -62,18 +62,25 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--bad-word", action="append", default=[], metavar="WORD", dest="bad_words", help="repeatable")
     group.add_argument("--ignore-eos", action="store_true", default=None, help="go on past end-of-sequence tokens")
     group.add_argument("--include-stop", action="store_true", default=None, help="leave the stop in the text")
+    add_speculation(group)
+
+
+def add_speculation(group: Any) -> None:
+    """Who drafts, and how much."""
     group.add_argument(
-        "--speculation",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="whether drafts are used; never changes a token",
+        "--speculation", choices=SPECULATION, help="who drafts (default: the cluster's choice); never changes a token"
     )
+    group.add_argument(
+        "--no-speculation", action="store_const", const="off", dest="speculation", help="the same as --speculation off"
+    )
+    group.add_argument("--max-draft-tokens", type=not_negative(int), metavar="K", help="most drafted tokens per step")
 
 
+SPECULATION = ("auto", "off", "ngram", "model", "combined")
 SAMPLING_OPTIONS = (
     *("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("stop", "stop_token_ids", "bad_words", "ignore_eos", "include_stop", "speculation"),
+    *("stop", "stop_token_ids", "bad_words", "ignore_eos", "include_stop", "speculation", "max_draft_tokens"),
 )
 
 

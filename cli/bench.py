@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cli.arguments import Subparsers, add_command, add_target, not_negative, positive, targets
+from cli.arguments import Subparsers, add_command, add_speculation, add_target, not_negative, positive, targets
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -66,7 +66,7 @@ def add_parser(commands: Subparsers) -> None:
     )
     add("--temperature", type=not_negative(float), default=0.0, metavar="T", help="default 0")
     add("--seed", type=not_negative(int), default=0, metavar="N", help="of prompts, arrivals and answers (default 0)")
-    add("--speculation", action=argparse.BooleanOptionalAction, default=None, help="default: the cluster's choice")
+    add_speculation(parser)
     add("--connections", type=positive(int), default=1, metavar="N", help="connections to each target (default 1)")
     add("--json", type=Path, metavar="FILE", help="write the result here; - is stdout")
 
@@ -161,6 +161,7 @@ def _workload(args: argparse.Namespace, model: Model, index: int) -> Workload:
         seed=args.seed + index * _SEED_STRIDE,
         shared_prefix_tokens=args.shared_prefix_tokens,
         speculation=args.speculation,
+        max_draft_tokens=args.max_draft_tokens,
         timeout_s=args.timeout_s,
     )
 

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 import grpc
 from tandem.v1 import generation_pb2, generation_pb2_grpc, types_pb2
 
+from tandem_client.convert import speculation_mode
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
@@ -36,7 +38,9 @@ class Workload:
     seed: int = 0
     shared_prefix_tokens: int = 0
     """leading prompt tokens that all requests have in common"""
-    speculation: bool | None = None
+    speculation: str | None = None
+    """who drafts, see tandem_client.Speculation; None: the cluster's choice"""
+    max_draft_tokens: int | None = None
     timeout_s: float | None = None
 
 
@@ -72,13 +76,14 @@ def prompt(workload: Workload, index: int) -> list[int]:
 
 def request(workload: Workload, index: int) -> generation_pb2.GenerateStreamRequest:
     """Request number `index`: exactly `output_tokens` tokens long, whatever the model says."""
-    modes = {None: 0, False: types_pb2.SPECULATION_MODE_OFF, True: types_pb2.SPECULATION_MODE_DRAFT}
     return generation_pb2.GenerateStreamRequest(
         model=workload.model,
         token_ids=types_pb2.TokenIds(ids=prompt(workload, index)),
         sampling=generation_pb2.SamplingParams(temperature=workload.temperature, seed=workload.seed + index),
         stop=generation_pb2.StopCriteria(max_tokens=workload.output_tokens, ignore_eos=True),
-        speculation=types_pb2.Speculation(mode=modes[workload.speculation]),  # type: ignore[arg-type]
+        speculation=types_pb2.Speculation(
+            mode=speculation_mode(workload.speculation), max_draft_tokens=workload.max_draft_tokens
+        ),
     )
 
 

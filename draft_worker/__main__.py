@@ -37,7 +37,7 @@ async def serve(config: DraftWorkerConfig) -> int:
     health = add_health(server)
     draft_pb2_grpc.add_DraftServiceServicer_to_server(servicer, server)
     address = join_address(config.host, bind(server, config.host, config.port))
-    await thread.start(lambda: Drafter(load_proposer(config), MirrorTable(config.max_mirrors, config.max_draft_tokens)))
+    await thread.start(lambda: _drafter(config))
     assert thread.drafter is not None
     await server.start()
     telemetry = await _telemetry(config, servicer, thread.drafter)
@@ -71,6 +71,11 @@ async def serve(config: DraftWorkerConfig) -> int:
         if telemetry is not None:
             await telemetry.close()
     return 1 if crashed else 0
+
+
+def _drafter(config: DraftWorkerConfig) -> Drafter:
+    proposer = load_proposer(config)
+    return Drafter(proposer, MirrorTable(config.max_mirrors, config.max_draft_tokens, proposer.sources))
 
 
 async def _telemetry(config: DraftWorkerConfig, servicer: DraftServicer, drafter: Drafter) -> Telemetry | None:

@@ -14,11 +14,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from enum import Enum
 
 from engine.prefix_hash import extend, prefix_hash
 
 LOOKAHEAD = 2
 """A guess runs on to LOOKAHEAD · k + 1 tokens: k are verified while the bonus and the next k are guessed."""
+
+
+class Source(Enum):
+    """Who is to guess, where a request says so."""
+
+    ANY = "any"
+    """whoever the draft worker was started with"""
+    NGRAM = "ngram"
+    MODEL = "model"
+    COMBINED = "combined"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +43,7 @@ class Open:
     seed: int
     temperature: float
     max_draft_tokens: int
+    source: Source = Source.ANY
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +99,7 @@ class Mirror:
     max_draft: int
     """longest draft that the worker can use"""
     base_hash: int
+    source: Source = Source.ANY
     guess: list[int] = field(default_factory=list)
     computed: int = 0
     block_ids: list[int] = field(default_factory=list)
@@ -150,12 +163,14 @@ class Mirror:
 class MirrorTable:
     """All mirrors of all streams, keyed by stream and slot."""
 
-    def __init__(self, max_mirrors: int, max_draft_tokens: int) -> None:
+    def __init__(self, max_mirrors: int, max_draft_tokens: int, sources: frozenset[Source] = frozenset(Source)) -> None:
+        """sources: what the proposer serves; whoever wants another gets no drafts."""
         self._max_mirrors = max_mirrors
         self._max_draft = max_draft_tokens
+        self._sources = sources
         self._mirrors: dict[tuple[int, int], Mirror] = {}
         self.num_refused = 0
-        """openings beyond max_mirrors (or without tokens); their sequences simply get no drafts"""
+        """openings beyond max_mirrors, without tokens or for another proposer; their sequences simply get no drafts"""
 
     def __len__(self) -> int:
         return len(self._mirrors)
@@ -207,7 +222,8 @@ class MirrorTable:
         key = (stream, opening.slot)
         old = self._mirrors.pop(key, None)
         gone = [] if old is None else [old]
-        if len(self._mirrors) >= self._max_mirrors or not opening.token_ids:
+        full = len(self._mirrors) >= self._max_mirrors
+        if full or not opening.token_ids or opening.source not in self._sources:
             self.num_refused += 1
             return gone
         self._mirrors[key] = Mirror(
@@ -220,5 +236,6 @@ class MirrorTable:
             temperature=opening.temperature,
             max_draft=max(1, min(opening.max_draft_tokens, self._max_draft)),
             base_hash=prefix_hash(opening.token_ids),
+            source=opening.source,
         )
         return gone

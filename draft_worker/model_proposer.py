@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from draft_worker.mirrors import Mirror
+from draft_worker.mirrors import Mirror, Source
 from engine.batch import Batch, Engine, pad_tables
 from engine.sampler import SampleRow, sample
 from engine.sampling_params import SamplingParams
@@ -30,6 +30,7 @@ class ModelProposer:
     def __init__(self, engine: Engine, name: str, vocab_size: int, max_round_tokens: int = MAX_ROUND_TOKENS) -> None:
         """vocab_size is the target's; no id beyond it is guessed."""
         self.name = name
+        self.sources = frozenset({Source.ANY, Source.MODEL})
         self._engine = engine
         self._info = engine.info
         self._vocab_size = min(vocab_size, self._info.vocab_size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from draft_worker.mirrors import Mirror
+from draft_worker.mirrors import Mirror, Source
 
 
 class Proposer(Protocol):
@@ -14,6 +14,11 @@ class Proposer(Protocol):
     @property
     def name(self) -> str:
         """What the scheduler is told."""
+        ...
+
+    @property
+    def sources(self) -> frozenset[Source]:
+        """Which wishes of requests it serves; mirrors with another one never come."""
         ...
 
     def extend(self, mirrors: Sequence[Mirror]) -> None:

@@ -26,6 +26,7 @@ MAX_BAD_WORDS = 256
 MAX_BAD_WORD_LENGTH = 128
 MAX_LOGIT_BIASES = 4096
 MAX_NAME_LENGTH = 256
+MAX_DRAFT_TOKENS = 64
 MAX_MESSAGES = 10_000
 PENALTY_BOUND = 2.0
 LOGIT_BIAS_BOUND = 100.0
@@ -135,6 +136,7 @@ def check(ask: Ask, facts: ModelFacts) -> None:
     _check_sampling(ask, facts)
     _check_stop(ask, facts)
     _check_output(ask)
+    _check_speculation(ask)
     _check_resume(ask, facts)
 
 
@@ -293,6 +295,12 @@ def _check_stop(ask: Ask, facts: ModelFacts) -> None:
     if len(ask.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         raise Refusal("stop.token_ids", f"at most {MAX_STOP_TOKEN_IDS} ids", limit=MAX_STOP_TOKEN_IDS)
     check_token_ids("stop.token_ids", ask.stop_token_ids, facts.vocab_size)
+
+
+def _check_speculation(ask: Ask) -> None:
+    if ask.max_draft_tokens is not None and ask.max_draft_tokens > MAX_DRAFT_TOKENS:
+        text = f"at most {MAX_DRAFT_TOKENS} draft tokens per step, not {ask.max_draft_tokens}"
+        raise Refusal("speculation.max_draft_tokens", text, limit=MAX_DRAFT_TOKENS)
 
 
 def _check_output(ask: Ask) -> None:

@@ -43,6 +43,7 @@ def request_spec(submit: Any, gateway_id: str, now: float) -> RequestSpec:
         cache_salt=submit.cache_salt,
         greedy=params.temperature == 0,
         max_draft_tokens=max_draft,
+        speculation_mode=speculation.mode,
         crashes=submit.crashes,
         resumed=submit.attempt > 0 or any(choice.token_ids for choice in submit.choices),
     )
@@ -114,6 +115,7 @@ def _admission(admission: Admission) -> Any:
         block_ids=admission.block_ids,
         num_computed_tokens=admission.num_computed,
         cache_salt=spec.cache_salt,
+        speculation_mode=spec.speculation_mode,  # type: ignore[arg-type]  # the wire's own number
     )
 
 

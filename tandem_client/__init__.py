@@ -32,6 +32,7 @@ from tandem_client.types import (
     Model,
     PositionLogprobs,
     Request,
+    Speculation,
     TokenLogprob,
     Usage,
 )
@@ -56,6 +57,7 @@ __all__ = [
     "QueueFull",
     "Request",
     "RetryPolicy",
+    "Speculation",
     "SyncTandemClient",
     "TandemClient",
     "TandemError",

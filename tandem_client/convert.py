@@ -15,6 +15,7 @@ from tandem_client.types import (
     PositionLogprobs,
     Prompt,
     Request,
+    Speculation,
     TokenLogprob,
     Usage,
 )
@@ -25,9 +26,11 @@ _FINISH_REASONS = {
     types_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
 }
 _SPECULATION_MODES = {
-    None: types_pb2.SPECULATION_MODE_UNSPECIFIED,
-    False: types_pb2.SPECULATION_MODE_OFF,
-    True: types_pb2.SPECULATION_MODE_DRAFT,
+    Speculation.OFF: types_pb2.SPECULATION_MODE_OFF,
+    Speculation.AUTO: types_pb2.SPECULATION_MODE_DRAFT,
+    Speculation.NGRAM: types_pb2.SPECULATION_MODE_NGRAM,
+    Speculation.MODEL: types_pb2.SPECULATION_MODE_MODEL,
+    Speculation.COMBINED: types_pb2.SPECULATION_MODE_COMBINED,
 }
 
 
@@ -67,7 +70,7 @@ def stream_request(
         n=request.n,
         priority=request.priority,
         speculation=types_pb2.Speculation(
-            mode=_SPECULATION_MODES[request.speculation], max_draft_tokens=request.max_draft_tokens
+            mode=speculation_mode(request.speculation), max_draft_tokens=request.max_draft_tokens
         ),
         cache_salt=request.cache_salt,
         resume=[
@@ -77,6 +80,15 @@ def stream_request(
     )
     _set_prompt(message, request.prompt, request.add_generation_prompt)
     return message
+
+
+def speculation_mode(speculation: Speculation | str | bool | None) -> types_pb2.SpeculationMode:
+    """On the wire. Raises ValueError for a name that is none of Speculation's."""
+    if speculation is None:
+        return types_pb2.SPECULATION_MODE_UNSPECIFIED
+    if isinstance(speculation, bool):
+        speculation = Speculation.AUTO if speculation else Speculation.OFF
+    return _SPECULATION_MODES[Speculation(speculation)]
 
 
 def tokenize_request(prompt: Prompt, model: str, add_special_tokens: bool | None) -> generation_pb2.TokenizeRequest:

@@ -20,6 +20,20 @@ class FinishReason(StrEnum):
     """max_tokens, or the end of the context"""
 
 
+class Speculation(StrEnum):
+    """Who drafts for a request; where the draft worker has no such proposer, decoding is plain."""
+
+    OFF = "off"
+    AUTO = "auto"
+    """the draft worker's proposals, made in the way it was started for"""
+    NGRAM = "ngram"
+    """only what stood in the sequence, or in recent ones, before"""
+    MODEL = "model"
+    """only what the draft model guesses"""
+    COMBINED = "combined"
+    """what stood there before where a long run of tokens matches, what the draft model guesses elsewhere"""
+
+
 @dataclass(frozen=True, slots=True)
 class Message:
     """One chat message."""
@@ -59,7 +73,7 @@ class Options(TypedDict, total=False):
     echo: bool | None
     n: int | None
     priority: int | None
-    speculation: bool | None
+    speculation: Speculation | bool | None
     max_draft_tokens: int | None
     cache_salt: str
     add_generation_prompt: bool | None
@@ -96,9 +110,10 @@ class Request:
     echo: bool | None = None
     n: int | None = None
     priority: int | None = None
-    speculation: bool | None = None
-    """False: plain decoding; True: drafts where there are any; None: the cluster's default. Never changes a token."""
+    speculation: Speculation | bool | None = None
+    """who drafts; False: OFF; True: AUTO; None: the cluster's default. Never changes a token."""
     max_draft_tokens: int | None = None
+    """most drafted tokens per step, up to 64; None: the cluster's choice"""
     cache_salt: str = ""
     add_generation_prompt: bool | None = None
 

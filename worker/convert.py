@@ -125,6 +125,7 @@ def outgoing_to_proto(outgoing: Outgoing) -> draft_pb2.DraftRequest:
                 seed=opening.seed,
                 temperature=opening.temperature,
                 max_draft_tokens=opening.max_draft_tokens,
+                mode=opening.mode,  # type: ignore[arg-type]  # the wire's own number
             )
             for opening in outgoing.opens
         ],
@@ -165,6 +166,7 @@ def _admission(message: scheduler_pb2.Admission) -> Admission:
         block_ids=list(message.block_ids),
         num_computed_tokens=message.num_computed_tokens,
         cache_salt=message.cache_salt,
+        speculation_mode=message.speculation_mode,
         invalid=invalid,
     )
 

@@ -54,6 +54,8 @@ class Sequence:
     params: SamplingParams
     choice_seed: int
     cache_salt: str
+    speculation_mode: int = 0
+    """who drafts for it; see Admission"""
     num_blocks: int = 0
     finish: Finish = Finish.NOT
     failed: bool = False
@@ -152,6 +154,7 @@ class SequenceTable:
             params=admission.params,
             choice_seed=self.choice_seed(admission.seed, admission.choice),
             cache_salt=admission.cache_salt,
+            speculation_mode=admission.speculation_mode,
         )
         sequence.longest = min(sequence.longest, self.limits.max_model_len)
         self._held[admission.slot] = sequence

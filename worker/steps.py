@@ -52,6 +52,8 @@ class Admission:
     num_computed_tokens: int
     """tokens whose KV the blocks hold already"""
     cache_salt: str = ""
+    speculation_mode: int = 0
+    """who drafts for it; carried to the draft worker untouched"""
     invalid: str = ""
     """what is wrong with it, when it could not even be read; then it fails at its first row"""
 

@@ -40,6 +40,8 @@ class Open:
     seed: int
     temperature: float
     max_draft_tokens: int
+    mode: int = 0
+    """who is to guess; as it travels"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +254,7 @@ class TailTable:
                 sequence.choice_seed,
                 sequence.params.temperature,
                 max_draft_tokens,
+                sequence.speculation_mode,
             ),
             heard=len(tokens),
         )

@@ -114,6 +114,7 @@ def _note_prefill(scheduler: Scheduler, worker: WorkerState, sequence: Sequence,
     """What only a prefill row can bring about: the first token after an admission, and the end of the prompt."""
     if count and sequence.crashes:
         sequence.crashes = 0
+        sequence.crashed_on = None
         if worker.suspect is sequence:
             worker.suspect = None
     if sequence.request.held:

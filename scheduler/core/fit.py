@@ -64,11 +64,13 @@ def clamped_limit(sequence: Sequence, workers: Iterable[WorkerSpec]) -> int | No
 
 
 def stranded(pool: ModelPool, now: float) -> Iterator[Sequence]:
-    """What waits though no serving worker is large enough, or none is there; since when is noted at the first look."""
-    largest = max((capacity_of(worker.spec) for worker in pool.serving), default=0)
+    """What waits though no worker that may take it is large enough; since when is noted at the first look."""
+    largest_serving = max((capacity_of(worker.spec) for worker in pool.serving), default=0)
+    largest_of_all = max((capacity_of(worker.spec) for worker in pool.workers.values()), default=0)
     for sequence in pool.waiting:
         if sequence.state is not State.WAITING:
             continue  # its request failed while the caller went through these
+        largest = largest_of_all if sequence.request.started else largest_serving
         if (sequence.limit or len(sequence.token_ids) + 1) <= largest:
             sequence.stranded_since = None
         else:

@@ -6,6 +6,7 @@ The scheduler owns every pool, so hits are exact, not guessed. A worker's cost i
          + backlog                           what it must compute before
          + row_cost × running                decode rows slow each other
          + crossing_cost, if the sequence ran before on another numerics fingerprint
+         + crossing_cost, if it is what crashed there last, and no token of it has come since
 
 The least cost wins; equal costs go to the lowest worker id, so that placement is a function of the state alone.
 """
@@ -31,8 +32,23 @@ class Placement(NamedTuple):
 
 def is_eligible(sequence: Sequence, worker: WorkerState) -> bool:
     """Whether the worker could ever run the sequence to its end."""
+    return not worker.draining and _is_large_enough(sequence, worker)
+
+
+def takers(sequence: Sequence, workers: Iterable[WorkerState]) -> list[WorkerState]:
+    """The workers that may run the sequence, now or later.
+
+    A draining one is among them only where there is no other, and only for what has started: its client waits for the
+    rest of an answer, which that worker can still give.
+    """
+    large = [worker for worker in workers if _is_large_enough(sequence, worker)]
+    serving = [worker for worker in large if not worker.draining]
+    return serving if serving or not sequence.request.started else large
+
+
+def _is_large_enough(sequence: Sequence, worker: WorkerState) -> bool:
     limit = sequence.limit if sequence.limit is not None else len(sequence.token_ids) + 1
-    return not worker.draining and limit <= capacity_of(worker.spec)
+    return limit <= capacity_of(worker.spec)
 
 
 def has_room(sequence: Sequence, worker: WorkerState, config: CoreConfig) -> bool:
@@ -69,12 +85,12 @@ def watermark(worker: WorkerState, config: CoreConfig) -> int:
 
 
 def choose_worker(sequence: Sequence, workers: Iterable[WorkerState], config: CoreConfig) -> Placement | None:
-    """The cheapest worker that can take the sequence now, or None."""
+    """The cheapest of these workers, its `takers`, that can take the sequence now, or None."""
     best: Placement | None = None
     best_cost = 0
     for worker in sorted(workers, key=lambda one: one.worker_id):
         # The prefix is looked up last: it hashes the whole prompt.
-        if not is_eligible(sequence, worker) or not has_room(sequence, worker, config):
+        if not has_room(sequence, worker, config):
             continue
         prefix = find_prefix(sequence, worker.pool)
         if not can_admit(sequence, worker, prefix, config):
@@ -86,6 +102,8 @@ def choose_worker(sequence: Sequence, workers: Iterable[WorkerState], config: Co
             + config.row_cost * len(worker.running)
         )
         if sequence.fingerprint not in (None, worker.spec.fingerprint):
+            cost += config.crossing_cost
+        if sequence.crashed_on == worker.worker_id:
             cost += config.crossing_cost
         if best is None or cost < best_cost:
             best, best_cost = Placement(worker, prefix), cost

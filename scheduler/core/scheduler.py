@@ -19,7 +19,7 @@ from scheduler.core.config import CoreConfig
 from scheduler.core.fit import check_fit, check_spec, clamped_limit, stranded
 from scheduler.core.integrity import check_integrity
 from scheduler.core.model_pool import Counters, ModelPool
-from scheduler.core.placement import Placement, choose_worker, is_eligible
+from scheduler.core.placement import Placement, choose_worker, is_eligible, takers
 from scheduler.core.planner import Planner
 from scheduler.core.sequence import Request, RequestSpec, Sequence, State
 from scheduler.core.step import Admission, Failure, Refusal, RefusalKind, Step, StepOutcome, Update
@@ -42,8 +42,8 @@ class Scheduler:
 
     # ------------------------------------------------------------------------------------------------- workers
 
-    def attach(self, worker_id: str, spec: WorkerSpec, now: float) -> list[Failure]:
-        """Take a worker in; an earlier attachment of the same id is lost."""
+    def attach(self, worker_id: str, spec: WorkerSpec, now: float) -> list[Update | Failure]:
+        """Take a worker in; an earlier attachment of the same id is lost. Draining workers hand over to it."""
         failures = self.detach(worker_id, now, crashed=False) if worker_id in self.workers else []
         worker = WorkerState.attach(worker_id, spec)
         self.workers[worker_id] = worker
@@ -51,13 +51,17 @@ class Scheduler:
         pool.workers[worker_id] = worker
         pool.seen = True
         pool.unpark()
+        for other in pool.workers.values():
+            if other.draining:
+                self._relieve(other)
         return failures
 
-    def detach(self, worker_id: str, now: float, crashed: bool) -> list[Failure]:
+    def detach(self, worker_id: str, now: float, crashed: bool) -> list[Update | Failure]:
         """A worker is gone: its sequences go back to the head of the queue as prompt + emitted.
 
-        `crashed` says that it died, rather than being cut off, drained or replaced; then that is counted for all that
-        its issued steps contain, and a suspect whose steps they were alone is what killed it, and fails.
+        `crashed` says that it died, hung or answered nonsense, rather than being cut off, drained or replaced; then that
+        is counted for all that its issued steps contain, and told; and a suspect whose steps they were alone is what
+        killed it, and fails.
         """
         worker = self.workers.pop(worker_id)
         del self._model(worker.spec.model).workers[worker_id]
@@ -65,6 +69,7 @@ class Scheduler:
         sequences = sorted(worker.sequences, key=lambda one: one.order)
         executing = [one for one in sequences if one.in_flight]
         culprit = executing[0] if crashed and len(executing) == 1 and executing[0].is_suspect else None
+        news: list[Update | Failure] = []
         for sequence in sequences:
             in_flight = sequence.in_flight
             sequence.forget_placement()
@@ -73,27 +78,33 @@ class Scheduler:
                 continue
             if crashed and in_flight:
                 sequence.crashes += 1
+                sequence.crashed_on = worker_id
+                news.append(Update(sequence, sequence.num_output, []))
             sequence.move(State.WAITING)
             self.wait(sequence)
         if culprit is None or culprit.state is State.DONE:
-            return []
-        return [
-            self.fail_request(culprit.request, Refusal(RefusalKind.POISON, "alone, it crashed the worker that ran it"))
-        ]
+            return news
+        refusal = Refusal(RefusalKind.POISON, "alone, it crashed the worker that ran it")
+        return [self.fail_request(culprit.request, refusal)]
 
     def drain(self, worker_id: str) -> None:
-        """No new work for a worker. What it runs moves, if another worker can take it, or else ends there."""
+        """No new requests for a worker. What it runs moves, if another worker can take it, or else ends there."""
         worker = self.workers[worker_id]
         worker.draining = True
-        others = self._model(worker.spec.model).serving
-        for sequence in list(worker.running):
-            if any(is_eligible(sequence, other) for other in others):
-                self._take_out(worker, sequence)
+        self._relieve(worker)
 
     def is_drained(self, worker_id: str) -> bool:
         """Nothing runs there and nothing will."""
         worker = self.workers[worker_id]
-        return worker.draining and not worker.running and not worker.leaving and not worker.in_flight
+        if not worker.draining or worker.running or worker.leaving or worker.in_flight:
+            return False
+        pool = self._model(worker.spec.model)
+        return not any(worker in takers(sequence, pool.workers.values()) for sequence in pool.waiting)
+
+    def crashes_of(self, key: object) -> int:
+        """Crashes in a row that a live request was part of; 0 for an unknown one."""
+        request = self.requests.get(key)
+        return max((one.crashes for one in request.sequences.values()), default=0) if request else 0
 
     # ------------------------------------------------------------------------------------------------ requests
 
@@ -104,7 +115,8 @@ class Scheduler:
         check_spec(spec)
         pool = self._model(spec.model)
         request = Request(spec, self._next_arrival, now)
-        request.fit_checked = spec.resumed or spec.crashes > 0 or any(emitted for _, emitted in spec.choices)
+        request.started = spec.resumed or any(emitted for _, emitted in spec.choices)
+        request.fit_checked = request.started or spec.crashes > 0
         if not request.fit_checked:
             self._check_fit(request, pool)
             waiting = pool.num_waiting + pool.num_held
@@ -167,9 +179,9 @@ class Scheduler:
         pool = self.models.get(model)
         if pool is None or not pool.num_waiting:
             return failures
-        workers = pool.serving
+        workers = list(pool.workers.values())
         for sequence in list(pool.suspects):
-            placement = choose_worker(sequence, workers, self.config)
+            placement = choose_worker(sequence, takers(sequence, workers), self.config)
             if placement is not None:
                 pool.suspects.remove(sequence)
                 self._admit(sequence, placement)
@@ -180,13 +192,14 @@ class Scheduler:
             except Refusal as refusal:
                 failures.append(self.fail_request(head.request, refusal))
                 continue
-            placement = choose_worker(head, workers, self.config)
+            able = takers(head, pool.workers.values())
+            placement = choose_worker(head, [worker for worker in able if worker in workers], self.config)
             if placement is not None:
                 pool.queue.take(head)
                 self._admit(head, placement)
-            elif any(is_eligible(head, worker) for worker in pool.workers.values()):
+            elif able:
                 skipped.add(head)
-                workers = [worker for worker in workers if not is_eligible(head, worker)]
+                workers = [worker for worker in workers if worker not in able]
             else:
                 pool.queue.remove(head)
                 pool.parked[head.sequence_id] = head
@@ -323,11 +336,18 @@ class Scheduler:
         if sequence.fingerprint not in (None, fingerprint):
             counters.fingerprint_crossings += 1
         sequence.fingerprint = fingerprint
-        sequence.started = True
+        sequence.started = sequence.request.started = True
 
     def _preempt(self, worker: WorkerState, sequence: Sequence) -> None:
         self.counters.preemptions += 1
         self._take_out(worker, sequence)
+
+    def _relieve(self, worker: WorkerState) -> None:
+        """What a draining worker runs, and another could, leaves it."""
+        others = self._model(worker.spec.model).serving
+        for sequence in list(worker.running):
+            if any(is_eligible(sequence, other) for other in others):
+                self._take_out(worker, sequence)
 
     def _take_out(self, worker: WorkerState, sequence: Sequence) -> None:
         """Out of its slot and back to the queue, at once or after its last issued step."""

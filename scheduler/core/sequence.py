@@ -84,6 +84,8 @@ class RequestSpec:
     """temperature 0: drafts are right at other rates"""
     max_draft_tokens: int | None = None
     """None: the cell's choice; 0: plain decoding"""
+    speculation_mode: int = 0
+    """who drafts; carried to the worker untouched"""
     crashes: int = 0
     """crashes in a row without a new token that it was part of, elsewhere"""
     resumed: bool = False
@@ -108,6 +110,8 @@ class Request:
     """choices that wait for the first one to compute the prompt"""
     fit_checked: bool = False
     """that some worker could hold it was seen once, and is not asked again"""
+    started: bool = False
+    """some choice of it was in a slot, here or under an earlier leader"""
 
 
 class Sequence:
@@ -122,6 +126,7 @@ class Sequence:
         "capacity",
         "choice",
         "computed",
+        "crashed_on",
         "crashes",
         "drafted",
         "drafts",
@@ -180,6 +185,7 @@ class Sequence:
         self.drafts: RowDrafts | None = None
         self.resumptions = 0
         self.crashes = spec.crashes
+        self.crashed_on: str | None = None
         # Its waiting.
         self.stranded_since: float | None = None
         self.links: dict[int, list[tuple[bytes, bytes]]] = {}

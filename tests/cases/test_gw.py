@@ -137,7 +137,7 @@ def test_case_17_no_option_is_missing_from_the_table() -> None:
         message = generation_pb2.GenerateRequest.DESCRIPTOR.fields_by_name[group].message_type
         assert message is not None
         assert {renamed.get(field.name, field.name) for field in message.fields} <= tried
-    assert set(SAMPLING_OPTIONS) - {"speculation"} <= tried
+    assert set(SAMPLING_OPTIONS) - {"speculation", "max_draft_tokens"} <= tried
 
 
 # --------------------------------------------------------------------------------------- long prompts and the others

@@ -64,7 +64,7 @@ def test_every_flag_reaches_the_request() -> None:
         *("--prompt-logprobs=5", "--max-tokens=6", "--min-tokens=7", "--temperature=0.8", "--top-k=9", "--top-p=0.10"),
         *("--min-p=0.11", "--seed=12", "--repetition-penalty=1.3", "--presence-penalty=1.4", "--frequency-penalty=1.5"),
         *("--stop=16", "--stop=17", "--stop-token-id=18", "--bad-word=19", "--ignore-eos", "--include-stop"),
-        *("--no-speculation",),
+        *("--speculation=ngram", "--max-draft-tokens=20"),
     )
     assert Request(prompt="x", **request_options(args)) == Request(
         prompt="x",
@@ -91,8 +91,13 @@ def test_every_flag_reaches_the_request() -> None:
         bad_words=["19"],
         ignore_eos=True,
         include_stop=True,
-        speculation=False,
+        speculation="ngram",
+        max_draft_tokens=20,
     )
+
+
+def test_no_speculation_is_off() -> None:
+    assert request_options(parse("--prompt=x", "--no-speculation"))["speculation"] == "off"
 
 
 def test_what_is_not_given_stays_unset() -> None:

@@ -100,7 +100,7 @@ def test_one_request_as_json(up: Up, capsys: pytest.CaptureFixture[str]) -> None
     arguments = ["generate", "--target", up.address, "--prompt", PROMPT, "--max-tokens=12", "--seed=3", "--json"]
     assert main([*arguments, "--no-speculation"]) == 0
     plain = json.loads(capsys.readouterr().out)
-    assert main([*arguments, "--speculation"]) == 0
+    assert main([*arguments, "--speculation=model", "--max-draft-tokens=3"]) == 0
     drafted = json.loads(capsys.readouterr().out)
     assert plain["token_ids"] == drafted["token_ids"]
     assert plain["text"] == bytes(token for token in plain["token_ids"] if token < 256).decode()

@@ -9,7 +9,7 @@ import pytest
 
 from draft_worker.drafting import MAX_FAILURES, Drafter, DraftThread
 from draft_worker.inbox import Delivery
-from draft_worker.mirrors import Commit, Mirror, MirrorTable, News, Open, Tail
+from draft_worker.mirrors import Commit, Mirror, MirrorTable, News, Open, Source, Tail
 from draft_worker.ngram_proposer import NgramProposer
 from engine.prefix_hash import prefix_hash
 
@@ -20,6 +20,7 @@ class Counting:
     """Guesses 0, 1, 2, …, one token a round; fails when told to."""
 
     name = "counting"
+    sources = frozenset(Source)
 
     def __init__(self) -> None:
         self.fail = False

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draft_worker.mirrors import LOOKAHEAD, Close, Commit, Mirror, MirrorTable, News, Open
+from draft_worker.mirrors import LOOKAHEAD, Close, Commit, Mirror, MirrorTable, News, Open, Source
 from engine.prefix_hash import prefix_hash
 
 PROMPT = [5, 6, 7]
@@ -144,3 +144,14 @@ def test_tails_are_sent_in_blocks(table: MirrorTable) -> None:
     mirror.commit([1])
     tail = mirror.tail()
     assert (tail.base, tail.prefix_hash, tail.token_ids) == (4, prefix_hash([*PROMPT, 1]), [1] * 8)
+
+
+def test_whoever_wants_another_proposer_gets_no_mirror() -> None:
+    table = MirrorTable(max_mirrors=4, max_draft_tokens=8, sources=frozenset({Source.ANY, Source.NGRAM}))
+    wishes = [Source.ANY, Source.NGRAM, Source.MODEL, Source.COMBINED]
+    table.apply(1, News(opens=[opening(slot, source=source) for slot, source in enumerate(wishes)]))
+    assert [mirror.source for mirror in table] == [Source.ANY, Source.NGRAM]
+    assert table.num_refused == 2
+    # The slot of one that is refused is free again.
+    table.apply(1, News(opens=[opening(0, 2, source=Source.MODEL)]))
+    assert table.get(1, 0) is None

@@ -102,6 +102,7 @@ OPTIONS: list[tuple[dict[str, Any], Callable[[scheduler_pb2.Submit], Any], Any]]
     ({"priority": -4}, lambda s: s.priority, -4),
     ({"cache_salt": "tenant"}, lambda s: s.cache_salt, "tenant"),
     ({"speculation": {"mode": types_pb2.SPECULATION_MODE_OFF}}, lambda s: s.speculation.mode, 1),
+    ({"speculation": {"mode": types_pb2.SPECULATION_MODE_COMBINED}}, lambda s: s.speculation.mode, 5),
     ({"speculation": {"max_draft_tokens": 0}}, lambda s: s.speculation.HasField("max_draft_tokens"), True),
     ({"speculation": {"max_draft_tokens": 3}}, lambda s: s.speculation.max_draft_tokens, 3),
     (

@@ -37,6 +37,7 @@ from .conftest import MODEL, Cell
         (ask(sampling={"logit_bias": {269: 1}}), "sampling.logit_bias[269]"),
         (ask(n=0), "n"),
         (ask(speculation={"mode": 99}), "speculation.mode"),
+        (ask(speculation={"max_draft_tokens": 65}), "speculation.max_draft_tokens"),
         (Ask(chat={"messages": []}), "chat.messages"),
         (Ask(chat={"messages": [{"role": "", "content": "x"}]}), "chat.messages[0].role"),
         (

@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import pytest
 from google.rpc import code_pb2
-from tandem.v1 import admin_pb2, scheduler_pb2, scheduler_pb2_grpc
+from tandem.v1 import admin_pb2, scheduler_pb2, scheduler_pb2_grpc, types_pb2
 
 from scheduler.config import SchedulerConfig
 from tests.scheduler.peers import Served, submit
@@ -260,6 +260,15 @@ async def test_models_are_told_when_workers_come_and_go(served: Served) -> None:
     assert (model.max_sequence_tokens, list(model.fingerprints)) == (256, ["x"])
     worker.call.cancel()
     assert (await gateway.read()).models.models[0].workers == 0
+
+
+@pytest.mark.parametrize("mode", [0, types_pb2.SPECULATION_MODE_NGRAM, types_pb2.SPECULATION_MODE_MODEL])
+async def test_who_drafts_reaches_the_worker(served: Served, mode: Any) -> None:
+    gateway, worker = await served.gateway(), await served.worker(run=False)
+    asking = submit(1)
+    asking.speculation.mode = mode
+    await gateway.send(submits=[asking])
+    assert (await worker.next_step()).admissions[0].speculation_mode == mode
 
 
 async def test_workers_are_told_where_draft_workers_are(served: Served) -> None:

@@ -5,8 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tandem.v1 import types_pb2
 
+from draft_worker.convert import news_from_proto
+from draft_worker.mirrors import Source
 from engine.prefix_hash import prefix_hash
+from worker.convert import outgoing_to_proto
 from worker.sequences import Sequence
 from worker.steps import SamplingParams
 from worker.tails import (
@@ -53,6 +57,22 @@ def opened(table: TailTable) -> Sequence:
     table.follow(followed, 4)
     table.drain()
     return followed
+
+
+def test_who_is_to_guess_reaches_the_draft_worker(table: TailTable) -> None:
+    for slot, mode in enumerate(types_pb2.SpeculationMode.values()):
+        admitted = sequence(slot)
+        admitted.speculation_mode = mode
+        table.follow(admitted, 4)
+    message = outgoing_to_proto(table.drain())
+    assert [opening.source for opening in news_from_proto(message).opens] == [
+        Source.ANY,  # unspecified
+        Source.ANY,  # off: never opened, as its budget is 0
+        Source.ANY,
+        Source.NGRAM,
+        Source.MODEL,
+        Source.COMBINED,
+    ]
 
 
 def test_opening_then_commits(table: TailTable) -> None:
