@@ -7,10 +7,15 @@
 The hash is of the sources, the flags, the compiler and torch, so an old library is never loaded. A lock makes workers
 that start together wait for the first. Where there is no compiler, or the CPU has none of the levels, `library()` says
 so by NoKernels, and `torch_ops` takes over.
+
+`--into FOLDER` builds a library for machines without a compiler, which find it when `TANDEM_KERNELS` names the folder
+(as it does in the engine's container image). Its hash leaves the compiler out: one made from other sources or for
+another torch isn't taken.
 """
 
 from __future__ import annotations
 
+import argparse
 import fcntl
 import hashlib
 import os
@@ -70,8 +75,7 @@ def library(progress: Progress | None = None) -> str:
 
 
 def _load(progress: Progress | None) -> str:
-    if platform.machine() not in ("x86_64", "AMD64"):
-        raise NoKernels(f"the C++ kernels are for x86-64, this is {platform.machine()}")
+    _require_architecture()
     if os.environ.get("TANDEM_KERNELS") == "off":
         raise NoKernels("TANDEM_KERNELS=off")
     path = built(progress)
@@ -85,6 +89,11 @@ def _load(progress: Progress | None) -> str:
     return _LEVEL_NUMBERS[level]
 
 
+def _require_architecture() -> None:
+    if platform.machine() not in ("x86_64", "AMD64"):
+        raise NoKernels(f"the C++ kernels are for x86-64, this is {platform.machine()}")
+
+
 def level_number(level: str) -> int:
     """What the operations take as `level`. Raises ValueError for one that there isn't."""
     for number, name in _LEVEL_NUMBERS.items():
@@ -94,7 +103,10 @@ def level_number(level: str) -> int:
 
 
 def built(progress: Progress | None = None) -> Path:
-    """The library's file, built if it isn't there. Raises NoKernels."""
+    """The library's file: the one that was built ahead, or else built here if it isn't there. Raises NoKernels."""
+    ahead = os.environ.get("TANDEM_KERNELS")
+    if ahead and (path := Path(ahead) / _hash() / _NAME).is_file():
+        return path
     compiler = _compiler()
     folder = cache_folder() / "kernels" / _hash(compiler)
     path = folder / _NAME
@@ -119,8 +131,19 @@ def _compiler() -> str:
     return found
 
 
-def _hash(compiler: str) -> str:
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
+def build_into(folder: Path, progress: Progress | None = None) -> Path:
+    """Build the library of all levels, whatever this CPU has, for `TANDEM_KERNELS=FOLDER`. Raises NoKernels."""
+    _require_architecture()
+    path = folder / _hash() / _NAME
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _build(_compiler(), path, progress)
+    return path
+
+
+def _hash(compiler: str = "") -> str:
+    version = ""
+    if compiler:
+        version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
     return hashlib.sha256(repr((version, torch.__version__, _FLAGS, LEVELS, sources_hash())).encode()).hexdigest()[:16]
 
 
@@ -197,13 +220,16 @@ def _show(text: str, share: float | None) -> None:
 
 def main() -> int:
     """Build what isn't built. Where that can't be, say why; only sources that don't compile are a failure."""
+    parser = argparse.ArgumentParser(prog="python -m engine.kernels.build", description=main.__doc__)
+    parser.add_argument("--into", type=Path, metavar="FOLDER", help="for machines without a compiler; see this module")
+    folder = parser.parse_args().into
     began = time.monotonic()
     try:
-        level = library(_show)
+        what = str(build_into(folder, _show)) if folder else library(_show)
     except NoKernels as error:
         text, failed = f"{error}; plain torch is used instead", "did not compile" in str(error)
     else:
-        text, failed = f"{level}, {time.monotonic() - began:.0f} s", False
+        text, failed = f"{what}, {time.monotonic() - began:.0f} s", False
     end_of_line = "\r\033[K" if sys.stderr.isatty() else ""
     print(f"{end_of_line}kernels: {text}", file=sys.stderr)
     return 1 if failed else 0

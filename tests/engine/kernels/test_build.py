@@ -100,6 +100,29 @@ def test_a_cache_that_cant_be_written(sources: Path, tmp_path: Path, monkeypatch
         build.library()
 
 
+def test_one_built_ahead_needs_no_compiler(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ahead = build.build_into(tmp_path / "ahead")
+    monkeypatch.setenv("TANDEM_KERNELS", str(tmp_path / "ahead"))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert build.built() == ahead
+    assert ctypes.CDLL(str(ahead)).answer() == 42
+    assert not (tmp_path / "cache").exists()
+    # The code has moved on since.
+    (sources / "value.h").write_text("constexpr int kValue = 43;\n")
+    build.sources_hash.cache_clear()
+    with pytest.raises(build.NoKernels, match="no C"):
+        build.built()
+
+
+def test_one_built_ahead_for_another_torch_isnt_taken(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ahead = build.build_into(tmp_path / "ahead")
+    monkeypatch.setenv("TANDEM_KERNELS", str(tmp_path / "ahead"))
+    monkeypatch.setattr(torch, "__version__", "0.0.1")
+    assert build.built() != ahead
+
+
 def test_other_machines(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build.platform, "machine", lambda: "riscv64")
     with pytest.raises(build.NoKernels, match="this is riscv64"):
