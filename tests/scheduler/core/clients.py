@@ -20,6 +20,8 @@ class Client:
     cancelled: set[int] = field(default_factory=set)
     failure: Refusal | None = None
     prompt_logprobs: list[object] = field(default_factory=list)
+    crashes: dict[int, int] = field(default_factory=dict)
+    """crashes in a row that each choice was part of, as far as it was told, without a token since"""
 
     @property
     def open_choices(self) -> list[int]:
@@ -77,9 +79,12 @@ class Clients:
                 prompt_logprob(spec.prompt_token_ids, position) for position in range(len(client.prompt_logprobs))
             ]
         if not update.token_ids:
-            assert update.prompt_logprobs
             assert not update.finish
+            if not update.prompt_logprobs:
+                assert sequence.crashes == client.crashes.get(choice, 0) + 1, "news without anything new"
+                client.crashes[choice] = sequence.crashes
             return
+        client.crashes.pop(choice, None)
         tokens = client.tokens[choice]
         assert update.first_index == len(tokens), (
             f"index {update.first_index} after {len(tokens)}: {spec.key!r}/{choice}"

@@ -14,7 +14,7 @@
     budgets W count                         the same, two steps ahead; says only who may draft how much
     finish                                  until nothing moves
     cancel R [choice] · wait SECONDS        a client goes; time passes
-    crash W · cut W · attach W · drain W · leave W · poison R at=0 · restart
+    crash W · hang W · cut W · attach W · drain W · leave W · poison R at=0 · restart
     state · totals NAME…                    what is where; counters
 
 Beneath runs everything that Simulation checks: each token against the oracle, each block against the fake memory.
@@ -201,6 +201,10 @@ class Scenario:
         self.simulation.crash(worker_id)
         yield from self._news()
 
+    def on_hang(self, worker_id: str) -> Iterator[str]:
+        self.simulation.hang(worker_id)
+        yield from self._news()
+
     def on_cut(self, worker_id: str) -> Iterator[str]:
         self.simulation.cut(worker_id)
         yield from ()
@@ -262,6 +266,8 @@ class Scenario:
             last = item.first_index + len(item.token_ids) - 1
             span = f"token {last}" if len(item.token_ids) == 1 else f"tokens {item.first_index} to {last}"
             parts = [span] if item.token_ids else []
+            if not (item.token_ids or item.prompt_logprobs or item.finish):
+                parts = [f"crash {item.sequence.crashes} in a row"]
             if item.prompt_logprobs:
                 end = item.first_prompt_position + len(item.prompt_logprobs) - 1
                 parts.append(f"prompt positions {item.first_prompt_position} to {end}")

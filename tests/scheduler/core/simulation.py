@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from scheduler.core.config import CoreConfig
 from scheduler.core.scheduler import Scheduler
 from scheduler.core.sequence import SUSPECT_CRASHES, RequestSpec, Sequence, State
-from scheduler.core.step import Refusal, Step, StepOutcome
+from scheduler.core.step import Failure, Refusal, Step, StepOutcome
 from scheduler.core.worker_state import Resident, WorkerSpec
 from tests.scheduler.core.clients import Clients
 from tests.scheduler.core.model_worker import DraftPolicy, ModelWorker, WireStep, no_drafts, to_wire
@@ -181,9 +181,19 @@ class Simulation:
 
     def crash(self, worker_id: str) -> None:
         """A worker process dies."""
-        machine = self.machines.pop(worker_id)
-        if not machine.attached:
-            return
+        if self.machines[worker_id].attached:
+            self._fence(worker_id)
+        del self.machines[worker_id]
+
+    def hang(self, worker_id: str) -> None:
+        """A worker's step takes for ever, or it answers nonsense: it is left as if it had died, and may come back."""
+        self._fence(worker_id)
+        machine = self.machines[worker_id]
+        self._drop_stream(machine)
+        machine.attached = False
+
+    def _fence(self, worker_id: str) -> None:
+        machine = self.machines[worker_id]
         self._forget_crashes()
         involved: set[Choice] = set().union(*machine.issued)
         live = [one for one in involved if one[1] in self.clients[one[0]].open_choices]
@@ -192,9 +202,10 @@ class Simulation:
         guilty = set()
         if len(involved) == 1 and live and self.crashes[live[0]] > SUSPECT_CRASHES:
             guilty = {live[0][0]}
-        failures = self.core.detach(worker_id, self.now, crashed=True)
-        assert {failure.request.spec.key for failure in failures} == guilty, "poison is told from bystanders"
-        self.clients.take(failures, self.now)
+        news = self.core.detach(worker_id, self.now, crashed=True)
+        failed = {item.request.spec.key for item in news if isinstance(item, Failure)}
+        assert failed == guilty, "poison is told from bystanders"
+        self.clients.take(news, self.now)
         self.check()
 
     def _forget_crashes(self) -> None:
@@ -225,7 +236,8 @@ class Simulation:
             machine.attached = False
         self.core = Scheduler(self.config)
         self.clients.delivered = 0
-        self.crashes.clear()
+        self._forget_crashes()
+        counts, self.crashes = self.crashes, {}
         self.attempt += 1
         live = self.clients.live
         for key in live:
@@ -236,7 +248,13 @@ class Simulation:
             self.resumed_with_tokens += any(emitted for _, emitted in choices)
             if key in self.poison:
                 self.poison[renewed] = self.poison[key]
-            assert self.submit(replace(client.spec, key=renewed, choices=choices, resumed=True)) is None
+            told = max(client.crashes.get(index, 0) for index in client.open_choices)
+            crashes = max(counts.get((key, index), 0) for index in client.open_choices)
+            assert told == crashes, "a client knows of as many crashes as there were"
+            self.crashes |= {(renewed, index): crashes for index in client.open_choices if crashes}
+            spec = replace(client.spec, key=renewed, choices=choices, crashes=told, resumed=True)
+            assert self.submit(spec) is None
+            self.clients[renewed].crashes = dict.fromkeys(client.open_choices, crashes)
 
     @staticmethod
     def _drop_stream(machine: Machine) -> None:
@@ -299,12 +317,13 @@ class Simulation:
         needed = sequence.limit or len(sequence.token_ids) + 1
         names = []
         for name in self.attached:
-            worker = self.core.workers[name]
-            spec = worker.spec
+            spec = self.core.workers[name].spec
             large = needed <= min(spec.max_model_len, spec.num_blocks * spec.block_size)
-            if large and not worker.draining and spec.model == sequence.request.spec.model:
+            if large and spec.model == sequence.request.spec.model:
                 names.append(name)
-        return names
+        serving = [name for name in names if not self.core.workers[name].draining]
+        # What has started may end on a draining worker where there is no other.
+        return serving if serving or not sequence.request.started else names
 
     def check_over(self) -> None:
         """Everything has ended: no request, no slot, no referenced block is left."""

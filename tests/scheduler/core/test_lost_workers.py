@@ -17,7 +17,8 @@ def crashed(scheduler: Scheduler, times: int = 1) -> list[Failure]:
         assert not failures
         scheduler.place("m")
         assert scheduler.plan("w0") is not None
-        failures = scheduler.detach("w0", 0.0, crashed=True)
+        news = scheduler.detach("w0", 0.0, crashed=True)
+        failures = [item for item in news if isinstance(item, Failure)]
         scheduler.check_integrity()
         scheduler.attach("w0", worker_spec(), 0.0)
     return failures
@@ -94,6 +95,7 @@ def test_a_poisoned_choice_takes_its_siblings_along() -> None:
     scheduler.workers["w0"].suspect = sequences[0]
     assert scheduler.plan("w0") is not None
     (failure,) = scheduler.detach("w0", 0.0, crashed=True)
+    assert isinstance(failure, Failure)
     assert failure.refusal.kind is RefusalKind.POISON
     assert not scheduler.requests
     assert {one.state for one in sequences} == {State.DONE}
@@ -175,7 +177,8 @@ def test_a_suspect_that_was_taken_out_is_not_alone_when_others_were_issued_after
     scheduler.attach("w1", worker_spec(num_blocks=6), 0.0)
     scheduler.drain("w0")  # the suspect could go to w1; large stays and is issued
     assert scheduler.plan("w0") is not None
-    assert scheduler.detach("w0", 0.0, crashed=True) == []
+    news = scheduler.detach("w0", 0.0, crashed=True)
+    assert not any(isinstance(item, Failure) for item in news)
     assert [(one.request.spec.key, one.crashes) for one in scheduler.models["m"].waiting] == [
         ("suspect", 3), ("large", 1),
     ]  # fmt: skip

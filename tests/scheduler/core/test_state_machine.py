@@ -196,6 +196,11 @@ class Cell(RuleBasedStateMachine):
 
     @precondition(lambda self: self.simulation.attached)
     @rule(which=st.integers(0, 3))
+    def hang(self, which: int) -> None:
+        self.simulation.hang(self._pick(which))
+
+    @precondition(lambda self: self.simulation.attached)
+    @rule(which=st.integers(0, 3))
     def cut(self, which: int) -> None:
         self.simulation.cut(self._pick(which))
 
