@@ -30,6 +30,7 @@ def news_from_proto(message: draft_pb2.DraftRequest) -> News:
                 temperature=_temperature(opening.temperature),
                 max_draft_tokens=opening.max_draft_tokens,
                 source=_SOURCES.get(opening.mode, Source.ANY),
+                tenant=opening.tenant,
             )
             for opening in message.opens
         ],

@@ -44,6 +44,7 @@ class Open:
     temperature: float
     max_draft_tokens: int
     source: Source = Source.ANY
+    tenant: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +101,8 @@ class Mirror:
     """longest draft that the worker can use"""
     base_hash: int
     source: Source = Source.ANY
+    tenant: bytes = b""
+    """whose recent outputs may be copied from; empty: nobody's"""
     guess: list[int] = field(default_factory=list)
     computed: int = 0
     block_ids: list[int] = field(default_factory=list)
@@ -237,5 +240,6 @@ class MirrorTable:
             max_draft=max(1, min(opening.max_draft_tokens, self._max_draft)),
             base_hash=prefix_hash(opening.token_ids),
             source=opening.source,
+            tenant=opening.tenant,
         )
         return gone

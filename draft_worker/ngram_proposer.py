@@ -32,7 +32,7 @@ class NgramProposer:
     sources = frozenset({Source.ANY, Source.NGRAM})
 
     def __init__(self, memory: OutputMemory | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self.memory = memory or OutputMemory(0, 0.0)
+        self.memory = OutputMemory(0, 0.0) if memory is None else memory
         self._clock = clock
         self._indexes: dict[Mirror, SuffixIndex] = {}
 

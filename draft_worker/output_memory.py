@@ -24,7 +24,10 @@ from draft_worker.suffix_index import Match, SuffixIndex
 END = -1
 """after each output; it matches nothing"""
 SHARE = 4
-"""one tenant may hold 1/SHARE of all"""
+"""one tenant may hold 1/SHARE of all tokens"""
+MAX_TENANTS = 1024
+SWEEPS = 16
+"""times per age that what is too old is looked for; it is not found by anybody meanwhile"""
 
 
 @dataclass(slots=True)
@@ -74,9 +77,10 @@ class OutputMemory:
     max_age_s: float
     for_nameless: bool = False
     """whether sequences without a tenant share a memory among themselves; otherwise they have none"""
-    _tenants: OrderedDict[bytes, _Tenant] = field(default_factory=OrderedDict)
+    _tenants: OrderedDict[bytes, _Tenant] = field(default_factory=OrderedDict, init=False)
     """whoever was active last comes last"""
-    num_tokens: int = 0
+    num_tokens: int = field(default=0, init=False)
+    _sweep_at_s: float = field(default=float("-inf"), init=False)
 
     def __len__(self) -> int:
         """Tenants."""
@@ -110,7 +114,7 @@ class OutputMemory:
         younger.tokens.append(END)
         younger.index.learn()
         self.num_tokens += len(new) + 1
-        while self.num_tokens > self.max_tokens and len(self._tenants) > 1:
+        while self.num_tokens > self.max_tokens or len(self._tenants) > MAX_TENANTS:
             self._drop(next(iter(self._tenants)))
 
     def find(self, tenant: bytes, suffix: Sequence[int], now_s: float) -> Found | None:
@@ -123,14 +127,15 @@ class OutputMemory:
             if generation is None or now_s - generation.since_s > self.max_age_s:
                 continue
             match = generation.index.find(suffix)
-            if match is not None and generation.tokens[match.position] == END:
-                continue
             if match is not None and (best is None or match.length > best.match.length):
                 best = Found(generation.tokens, match)
         return best
 
     def expire(self, now_s: float) -> None:
-        """Forget what is too old, of all tenants."""
+        """Forget what is too old, of all tenants; cheap, unless it is time for it."""
+        if now_s < self._sweep_at_s:
+            return
+        self._sweep_at_s = now_s + self.max_age_s / SWEEPS
         for name in list(self._tenants):
             of_tenant = self._tenants[name]
             older = of_tenant.older

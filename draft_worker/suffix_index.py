@@ -102,7 +102,7 @@ class SuffixIndex:
     __slots__ = ("_chains", "max_chain", "tokens")
 
     def __init__(self, tokens: Sequence[int], max_chain: int = MAX_CHAIN) -> None:
-        """tokens: what is there already must never change; negative ones match nothing."""
+        """tokens: what is there already must never change; negative ones match nothing and follow nothing."""
         self.tokens = tokens
         self.max_chain = max_chain
         self._chains = tuple(_Chains(size) for size in SIZES)
@@ -125,7 +125,7 @@ class SuffixIndex:
             for position in chains.candidates(suffix, self.max_chain):
                 if best is not None and best.length == min(len(suffix), MAX_MATCH):
                     break
-                length = self._agreeing(suffix, position)
+                length = self._agreeing(suffix, position) if self.tokens[position] >= 0 else 0
                 if length >= chains.size and (best is None or length > best.length):
                     best = Match(position, length)
             if best is not None:

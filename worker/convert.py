@@ -126,6 +126,7 @@ def outgoing_to_proto(outgoing: Outgoing) -> draft_pb2.DraftRequest:
                 temperature=opening.temperature,
                 max_draft_tokens=opening.max_draft_tokens,
                 mode=opening.mode,  # type: ignore[arg-type]  # the wire's own number
+                tenant=opening.tenant,
             )
             for opening in outgoing.opens
         ],

@@ -17,6 +17,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
 from engine.prefix_hash import extend, prefix_hash
 from worker.sequences import Sequence
@@ -42,6 +43,7 @@ class Open:
     max_draft_tokens: int
     mode: int = 0
     """who is to guess; as it travels"""
+    tenant: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +257,7 @@ class TailTable:
                 sequence.params.temperature,
                 max_draft_tokens,
                 sequence.speculation_mode,
+                _tenant(sequence.cache_salt),
             ),
             heard=len(tokens),
         )
@@ -294,3 +297,8 @@ class TailTable:
         self._closes.clear()
         self._dirty.clear()
         self._num_opening = 0
+
+
+def _tenant(cache_salt: str) -> bytes:
+    """Sequences with the same salt share cached prefixes, and what is drafted from; the salt itself goes nowhere."""
+    return blake2b(cache_salt.encode(), digest_size=16).digest() if cache_salt else b""

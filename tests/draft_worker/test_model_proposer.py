@@ -1,4 +1,4 @@
-"""Both proposers: the model's guesses against a plain recomputation, the n-gram index against a plain search."""
+"""The model's guesses against a plain recomputation."""
 
 from __future__ import annotations
 
@@ -11,30 +11,14 @@ import torch
 
 from draft_worker.mirrors import Mirror
 from draft_worker.model_proposer import ModelProposer
-from draft_worker.ngram_proposer import NgramProposer
 from engine.batch import Batch
 from engine.fake import FakeEngine
 from engine.noise import gumbel
-from engine.prefix_hash import prefix_hash
+from tests.draft_worker.mirroring import feed, mirror
 
 torch.set_num_threads(1)
 
 PROMPT = [ord(c) for c in "All happy families are alike"]
-
-
-def mirror(tokens: list[int], slot: int = 0, **changes: Any) -> Mirror:
-    values: dict[str, Any] = {
-        "stream": 1,
-        "slot": slot,
-        "generation": 1,
-        "tokens": list(tokens),
-        "num_prompt": len(tokens),
-        "seed": 40 + slot,
-        "temperature": 0.0,
-        "max_draft": 4,
-        "base_hash": prefix_hash(tokens),
-    }
-    return Mirror(**{**values, **changes})
 
 
 def engine(**changes: Any) -> FakeEngine:
@@ -67,16 +51,6 @@ def right_guess(of: Mirror, vocab_size: int = 260) -> list[int]:
     for _ in of.guess:
         tokens.append(next_token(tokens, of.num_prompt, of.seed, of.temperature, vocab_size))
     return tokens[len(of.tokens) :]
-
-
-def feed(proposer: Any, mirrors: list[Mirror], rounds: int = 100) -> int:
-    """Rounds until nothing is wanted; how many there were."""
-    for count in range(rounds):
-        hungry = [mirror for mirror in mirrors if mirror.wanted]
-        if not hungry:
-            return count
-        proposer.extend(hungry)
-    raise AssertionError("no end")
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
@@ -170,47 +144,3 @@ def test_logits_that_are_no_numbers_end_one_guess_only() -> None:
     feed(proposer, [bad, good])
     assert (bad.guess, bad.exhausted) == ([], True)
     assert good.guess == right_guess(good)
-
-
-def looked_up(known: list[int], committed: int) -> list[int]:
-    """The slow way: what followed the latest committed occurrence of the last 4 tokens, or else of the last 2."""
-    for size in (4, 2):
-        if len(known) < size:
-            continue
-        run = known[-size:]
-        for position in range(committed - 1, size - 1, -1):
-            if known[position - size : position] == run:
-                return known[position:]
-    return []
-
-
-def test_the_index_finds_what_a_search_finds() -> None:
-    source = random.Random(5)
-    proposer = NgramProposer()
-    found = 0
-    for slot in range(30):
-        followed = mirror([source.randrange(3) for _ in range(source.randint(1, 12))], slot)
-        for _ in range(6):
-            expected: list[int] = list(followed.guess)
-            while len(expected) < 9:
-                more = looked_up(followed.tokens + expected, len(followed.tokens))
-                if not more:
-                    break
-                expected += more[: 9 - len(expected)]
-            proposer.extend([followed])
-            assert followed.guess == expected
-            assert followed.exhausted == (len(expected) < 9)
-            found += bool(expected)
-            followed.commit([*followed.guess[: source.randint(0, 3)], source.randrange(3)])
-        proposer.forget(followed)
-    assert found > 60
-    assert proposer._indexes == {}
-
-
-def test_a_repeating_text_is_continued() -> None:
-    followed = mirror([1, 2, 3, 4] * 3)
-    NgramProposer().extend([followed])
-    assert followed.guess == [1, 2, 3, 4, 1, 2, 3, 4, 1]
-    novel = mirror([1, 2, 3, 4, 5])
-    NgramProposer().extend([novel])
-    assert (novel.guess, novel.exhausted, novel.wanted) == ([], True, 0)
