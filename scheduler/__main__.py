@@ -42,9 +42,11 @@ async def serve(settings: SchedulerConfig) -> None:
         ttl_s=settings.lease_ttl_s,
     )
     scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(SchedulerServicer(cell, leadership), server)
-    admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(cell, leadership), server)
+    stop = asyncio.Event()
+    admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminServicer(cell, leadership, stop.set), server)
     inspection.add_inspection(server, lambda: look(cell))
     serving = add_health(server)
+    cell.gateways.on_models = lambda models: _report_models(serving, models)
     add_reflection(server, REFLECTED)
     telemetry = Telemetry("scheduler")
     telemetry.registry.register(CellCollector(cell))
@@ -63,7 +65,7 @@ async def serve(settings: SchedulerConfig) -> None:
 
     try:
         ready = f"READY scheduler {join_address(settings.host, port)}"
-        await run_until_signal(server, drain, health=serving, grace_s=1.0, ready=ready)
+        await run_until_signal(server, drain, health=serving, grace_s=1.0, stop=stop, ready=ready)
     finally:
         for task in tasks:
             task.cancel()
@@ -82,6 +84,11 @@ async def _report_health(serving: health.Health, leadership: Leadership) -> None
         serving.set(name, True)
     async for view in leadership.watch():
         serving.set("tandem.v1.SchedulerService", view.leading)
+
+
+def _report_models(serving: health.Health, models: dict[str, bool]) -> None:
+    for name, takes_requests in models.items():
+        serving.set(name, takes_requests)
 
 
 def main() -> int:

@@ -10,7 +10,7 @@ from tandem.v1 import admin_pb2, scheduler_pb2, types_pb2
 
 from cluster import errors
 from scheduler.core.sequence import RequestSpec
-from scheduler.core.step import Admission, Refusal, RefusalKind, Step, StepOutcome, Update
+from scheduler.core.step import Admission, ProtocolViolation, Refusal, RefusalKind, Step, StepOutcome, Update
 from scheduler.core.worker_state import Resident, WorkerSpec, WorkerState
 
 RETRY_AFTER_S = 1.0
@@ -47,6 +47,12 @@ def request_spec(submit: Any, gateway_id: str, now: float) -> RequestSpec:
         crashes=submit.crashes,
         resumed=submit.attempt > 0 or any(choice.token_ids for choice in submit.choices),
     )
+
+
+def check_cell(meant: str, own: str) -> None:
+    """Raise errors.InvalidField for a peer that was told of another cell than the one it has reached."""
+    if meant and meant != own:
+        raise errors.InvalidField("hello.cell", f"this scheduler is of cell {own!r}, not {meant!r}: see --cell")
 
 
 def worker_spec(hello: Any) -> WorkerSpec:
@@ -120,7 +126,10 @@ def _admission(admission: Admission) -> Any:
 
 
 def step_outcome(result: Any) -> StepOutcome:
-    """A worker's result in the core's terms."""
+    """A worker's result in the core's terms. Raises ProtocolViolation for an error that says that all went well."""
+    for entry in result.errors:
+        if not entry.status.code:
+            raise ProtocolViolation(f"step {result.number}: row {entry.row} failed with the code of success")
     drafted = list(result.num_drafted_tokens)
     return StepOutcome(
         number=result.number,
@@ -140,9 +149,12 @@ def step_outcome(result: Any) -> StepOutcome:
 
 
 def session_response(
-    pending: Mapping[tuple[int, int], Update | status_pb2.Status], models: Any | None, draining: bool
+    pending: Mapping[tuple[int, int], Update | status_pb2.Status], models: Any | None, draining: bool, drain: bool
 ) -> Any:
-    """Everything that a gateway has to be told. Keys: (handle, choice); a Status is the end of a request."""
+    """Everything that a gateway has to be told. Keys: (handle, choice); a Status is the end of a request.
+
+    `draining`: the cell is; `drain`: the gateway is to.
+    """
     response = scheduler_pb2.SessionResponse()
     for (handle, _), news in pending.items():
         output = response.outputs.add()
@@ -155,6 +167,8 @@ def session_response(
         response.models.CopyFrom(models)
     if draining:
         response.draining = True
+    if drain:
+        response.drain = True
     return response
 
 
@@ -182,6 +196,8 @@ def _fill_output(message: Any, update: Update) -> None:
         message.accepted_tokens = sequence.accepted
     if sequence.resumptions:
         message.resumptions = sequence.resumptions
+    if sequence.crashes:
+        message.crashes = sequence.crashes
     if update.logprobs:
         logprobs: Any = update.logprobs
         message.logprobs.extend(logprobs)

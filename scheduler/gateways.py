@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from tandem.v1 import scheduler_pb2
@@ -36,6 +37,8 @@ class Gateways:
         self._core = core
         self._config = config
         self._schedule_planning = schedule_planning
+        self.on_models: Callable[[dict[str, bool]], None] = lambda serving: None
+        """told of each known model whether it takes new requests, after each change"""
         self._deadline_timer: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
 
@@ -72,7 +75,8 @@ class Gateways:
         spec = convert.request_spec(message, session.gateway_id, now)
         owner = Owner((session.gateway_id, message.handle), message.request_id, message.attempt)
         try:
-            self._settle_ownership(owner)
+            crashes = self._settle_ownership(owner)
+            spec = replace(spec, crashes=max(spec.crashes, crashes))
             if self.draining and not spec.resumed:
                 raise Refusal(RefusalKind.DRAINING, "the cell is draining")
             self._core.submit(spec, now)
@@ -97,17 +101,23 @@ class Gateways:
         self._forget_ended(key)
         self._schedule_planning()
 
-    def _settle_ownership(self, owner: Owner) -> None:
-        """A higher attempt supersedes; another gateway's is taken over unless that gateway is healthy."""
+    def _settle_ownership(self, owner: Owner) -> int:
+        """A higher attempt supersedes; another gateway's is taken over unless that gateway is healthy.
+
+        Returns how many crashes in a row the earlier one was part of: what kills workers doesn't begin anew with each
+        gateway.
+        """
         held = self.owners.find(owner.request_id)
         if held is None:
-            return
+            return 0
         same_gateway = held.key[0] == owner.key[0]
         if same_gateway and owner.attempt <= held.attempt:
             raise errors.AlreadyExists("request_id", owner.request_id)
         if not same_gateway and held.key[0] in self.sessions:
             raise errors.AlreadyExists("request_id", owner.request_id)
+        crashes = self._core.crashes_of(held.key)
         self._drop(held)
+        return crashes
 
     def _drop(self, owner: Owner) -> None:
         self._core.cancel(owner.key)
@@ -125,6 +135,15 @@ class Gateways:
             event(logger, "orphaned requests cancelled", gateway=live[0].key[0], requests=len(live))
         self._note_idle()
         self._schedule_planning()
+
+    def drain_gateway(self, gateway_id: str) -> None:
+        """Have a gateway take no new requests, and end with its last one. Raises errors.NotFound."""
+        session = self.sessions.get(gateway_id)
+        if session is None:
+            raise errors.NotFound("gateway", gateway_id)
+        session.asked_to_drain = True
+        session.set_models(self._model_list(), self.draining)
+        event(logger, "gateway draining", gateway=gateway_id)
 
     def tell(self, news: Iterable[Update | Failure]) -> None:
         """Put news of choices and ends of requests where their gateways will find them."""
@@ -186,7 +205,9 @@ class Gateways:
         return models
 
     def models_changed(self) -> None:
-        """Tell every gateway what is served now."""
+        """Tell everybody what is served now."""
+        known = {name: pool for name, pool in self._core.models.items() if pool.seen}
+        self.on_models({name: bool(pool.serving) and not self.draining for name, pool in known.items()})
         models = self._model_list()
         for session in self.sessions.values():
             session.set_models(models, self.draining)

@@ -20,6 +20,8 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
+import grpc
+
 from cluster import errors
 from cluster.logs import event
 from cluster.state import MAX_TERM, Lease, SchedulerEntry, State, StateUnavailable
@@ -103,6 +105,12 @@ class Leadership:
             leader = {"leader": self.view.leader} if self.view.leader else {}
             message = f"a standby of cell {self._cell_name}; {self.view.leader or 'nobody'} leads it"
             raise errors.Unavailable(message, RETRY_AFTER_S, reason="NOT_LEADER", term=self.view.term, **leader)
+
+    def require_standby(self) -> None:
+        """Raise TandemError unless somebody else leads, or could at once."""
+        if self.view.leading and len(self.view.schedulers) < 2:
+            message = f"there is no standby that cell {self._cell_name} could be handed over to"
+            raise errors.TandemError(grpc.StatusCode.FAILED_PRECONDITION, "NO_STANDBY", message)
 
     async def heard(self, highest_term: int) -> None:
         """A peer has seen such a term. Returns once a leader with a lower one has outbid it, or has stepped down.

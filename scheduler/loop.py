@@ -12,11 +12,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable
+from math import inf
 from typing import Any
 
 from tandem.v1 import scheduler_pb2
 
 from cluster import errors
+from cluster.health import Progress
 from cluster.logs import event
 from scheduler import convert
 from scheduler.config import SchedulerConfig
@@ -30,6 +32,7 @@ from scheduler.workers import DraftLink, WorkerLink
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.25
+MIN_TICK_S = 0.005
 
 
 class Cell:
@@ -80,14 +83,17 @@ class Cell:
         old = self.links.pop(hello.worker_id, None)
         if old is not None:
             old.close()
-        self.gateways.tell_failures(self.core.attach(hello.worker_id, spec, now))
-        link = WorkerLink(hello.worker_id, hello.boot_id, self._epoch, now)
+        self.gateways.tell(self.core.attach(hello.worker_id, spec, now))
+        progress = Progress(self.config.hung_step_s)
+        link = WorkerLink(hello.worker_id, hello.boot_id, self._epoch, now, progress=progress)
         self.links[hello.worker_id] = link
         event(
             logger, "worker attached", worker=hello.worker_id, model=spec.model, blocks=spec.num_blocks,
             epoch=link.epoch, fingerprint=spec.fingerprint, residents=len(spec.residents),
         )  # fmt: skip
         self._send_draft_workers(spec.model, [link])
+        if hello.draining:
+            self.drain_worker(hello.worker_id)
         self.gateways.models_changed()
         self.schedule_planning()
         return link
@@ -101,7 +107,7 @@ class Cell:
         moved = len(self.core.workers[link.worker_id].running)
         now = self._loop.time()
         crashed = crashed and not (link.draining or self._note_pause(now) or now < self._blameless_until)
-        self.gateways.tell_failures(self.core.detach(link.worker_id, now, crashed))
+        self.gateways.tell(self.core.detach(link.worker_id, now, crashed))
         event(
             logger, "worker detached", level=logging.INFO if link.draining else logging.WARNING,
             worker=link.worker_id, why=why, sequences=moved,
@@ -112,31 +118,32 @@ class Cell:
     def heartbeat(self, link: WorkerLink, message: Any) -> None:
         """A sign of life."""
         link.last_heard = self._loop.time()
-        link.running_step_s = message.running_step_s
-        worker = self.core.workers[link.worker_id]
-        worker.drafting = message.drafting
-        if link.is_hung(self.config.hung_step_s):
-            self.detach(link, crashed=False, why=f"its step has run for {link.running_step_s:.0f} s")
+        self.core.workers[link.worker_id].drafting = message.drafting
 
     def result(self, link: WorkerLink, message: Any) -> None:
         """The outcome of a step."""
         if self.links.get(link.worker_id) is not link or (message.term, message.epoch) != (self.term, link.epoch):
             return  # of an old attachment: its sequences went on elsewhere
-        link.last_heard = self._loop.time()
+        now = link.last_heard = self._loop.time()
         link.last_step_s = message.duration_s
         try:
             updates = self.core.apply(link.worker_id, convert.step_outcome(message))
         except ProtocolViolation as violation:
-            self.detach(link, crashed=False, why=str(violation))
+            self.detach(link, crashed=True, why=str(violation))
             return
+        link.note_progress(now, bool(self.core.workers[link.worker_id].in_flight))
         self.gateways.tell(updates)
         self.schedule_planning()
 
     def drain_worker(self, worker_id: str) -> None:
-        """No new work for a worker; its sequences move, or end there if nobody else can take them."""
-        if worker_id not in self.links:
+        """No new work for a worker; its sequences move, or end there if nobody else can take them. Idempotent."""
+        link = self.links.get(worker_id)
+        if link is None:
             raise errors.NotFound("worker", worker_id)
-        self.links[worker_id].draining = True
+        if link.draining:
+            return
+        link.draining = True
+        link.send(scheduler_pb2.AttachResponse(drain=scheduler_pb2.WorkerDrain()))
         self.core.drain(worker_id)
         event(logger, "worker draining", worker=worker_id)
         self.gateways.models_changed()
@@ -187,6 +194,7 @@ class Cell:
                 link = self.links[worker_id]
                 while (step := self.core.plan(worker_id)) is not None:
                     link.send(convert.step_message(step, self.term, link.epoch))
+                    link.note_issued(self._loop.time())
                 if link.draining and not link.drained_sent and self.core.is_drained(worker_id):
                     link.drained_sent = True
                     link.send(scheduler_pb2.AttachResponse(drained=scheduler_pb2.WorkerDrained()))
@@ -197,11 +205,16 @@ class Cell:
         """Once a tick: frozen peers and waiting that is over. Runs until cancelled."""
         self._last_tick = self._loop.time()
         while True:
-            await asyncio.sleep(TICK_S)
+            await asyncio.sleep(self._until_next_look())
             now = self._loop.time()
             paused = self._note_pause(now)
             self._last_tick = now
             self.tick(now, paused)
+
+    def _until_next_look(self) -> float:
+        """A tick, or less where the next worker would be too silent before that: models are told of at that moment."""
+        deadline = min((link.last_heard for link in self.links.values()), default=inf) + self.config.heartbeat_timeout_s
+        return min(TICK_S, max(MIN_TICK_S, deadline - self._loop.time()))
 
     def _note_pause(self, now: float) -> bool:
         """Whether this process itself stood still: then silence and broken streams say nothing about the others."""
@@ -216,14 +229,22 @@ class Cell:
         for link in list(self.links.values()):
             if paused:
                 link.last_heard = now
+                link.note_progress(now, link.progress.running_s(now) > 0)
             elif link.is_frozen(now, timeout_s):
                 self.detach(link, crashed=False, why=f"silent for {timeout_s} s")
+            elif self._is_hung(link, now):
+                self.detach(link, crashed=True, why=f"its step has run for {link.progress.running_s(now):.0f} s")
         for drafter in list(self.drafters.values()):
             if paused:
                 drafter.last_heard = now
             elif drafter.is_frozen(now, timeout_s):
                 self.withdraw(drafter)
         self.gateways.expire()
+
+    def _is_hung(self, link: WorkerLink, now: float) -> bool:
+        if not link.progress.hung(now):
+            return False
+        return link.progress.hung(now, max(link.last_step_s, self.core.workers[link.worker_id].expected_step_s))
 
     # ---------------------------------------------------------------------------------------------------- terms
 

@@ -58,17 +58,18 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._cell = cell
         self._leadership = leadership
 
-    async def _lead(self, highest_term: int, context: Any) -> None:
-        """Go on only as the leader, and above the term that the peer has seen."""
-        await self._leadership.heard(highest_term)
+    async def _lead(self, hello: Any, context: Any) -> None:
+        """Go on only in the cell that the peer means, as its leader, and above the term that the peer has seen."""
         try:
+            convert.check_cell(hello.cell, self._leadership.view.cell)
+            await self._leadership.heard(hello.highest_term)
             self._leadership.require()
-        except errors.Unavailable as error:
+        except errors.TandemError as error:
             await errors.abort(context, error)
 
     async def Session(self, request_iterator: Any, context: Any) -> None:
         hello = await _first(context)
-        await self._lead(hello.highest_term, context)
+        await self._lead(hello, context)
         session = self._cell.open_session(hello.gateway_id)
         try:
             await context.write(
@@ -84,6 +85,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
     def _on_session_message(self, session: sessions.Session, message: Any) -> None:
         if session.closed:
             return
+        session.gateway_draining = session.gateway_draining or message.draining
         # Cancellations first: they are of earlier submissions, whose ids the new ones may use again.
         for cancel in message.cancels:
             self._cell.gateways.cancel(session, cancel)
@@ -94,7 +96,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         message = await context.read()
         if message is grpc.aio.EOF or message.WhichOneof("message") != "hello":
             await errors.abort(context, errors.InvalidField("hello", "the first message must carry it"))
-        await self._lead(message.hello.highest_term, context)
+        await self._lead(message.hello, context)
         try:
             link = self._cell.attach(message.hello)
         except errors.TandemError as error:
@@ -125,7 +127,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     async def Announce(self, request_iterator: Any, context: Any) -> None:
         hello = await _first(context)
-        await self._lead(hello.highest_term, context)
+        await self._lead(hello, context)
         link = self._cell.announce(hello)
 
         def heard(_: Any) -> None:
@@ -149,9 +151,11 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     """GetStatus and Drain."""
 
-    def __init__(self, cell: Cell, leadership: Leadership) -> None:
+    def __init__(self, cell: Cell, leadership: Leadership, stop: Callable[[], None] = lambda: None) -> None:
+        """`stop` ends this process as a signal does."""
         self._cell = cell
         self._leadership = leadership
+        self._stop = stop
 
     async def GetStatus(self, request: Any, context: Any) -> Any:
         cell, core = self._cell, self._cell.core
@@ -173,18 +177,37 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
             response.draft_workers.add(
                 worker_id=drafter.worker_id, model=drafter.model, address=drafter.address, proposer=drafter.proposer
             )
+        for gateway_id, session in sorted(cell.gateways.sessions.items()):
+            response.gateway_sessions.add(
+                gateway_id=gateway_id,
+                live_requests=len(cell.gateways.owners.of_gateway(gateway_id)),
+                draining=session.gateway_draining or session.asked_to_drain,
+            )
         for name, value in core.totals().items():
             setattr(response.counters, name, value)
         return response
 
     async def Drain(self, request: Any, context: Any) -> Any:
         try:
-            self._leadership.require()
-            if request.worker_id:
-                self._cell.drain_worker(request.worker_id)
-            else:
-                self._cell.drain()
+            what = self._drain(request)
         except errors.TandemError as error:
             await errors.abort(context, error)
-        event(logger, "drain asked", worker=request.worker_id or "all")
+        event(logger, "drain asked", of=what)
         return admin_pb2.DrainResponse()
+
+    def _drain(self, request: Any) -> str:
+        """What is draining now, for the log."""
+        if sum((bool(request.worker_id), bool(request.gateway_id), request.scheduler)) > 1:
+            raise errors.InvalidField("worker_id", "at most one of worker_id, gateway_id and scheduler can be set")
+        if request.scheduler:
+            self._leadership.require_standby()
+            self._stop()
+            return "this scheduler"
+        self._leadership.require()
+        if request.worker_id:
+            self._cell.drain_worker(request.worker_id)
+        elif request.gateway_id:
+            self._cell.gateways.drain_gateway(request.gateway_id)
+        else:
+            self._cell.drain()
+        return request.worker_id or request.gateway_id or "the whole cell"

@@ -25,6 +25,10 @@ class Session:
     models: Any = None
     """a ModelList still to be sent"""
     draining: bool = False
+    """the cell refuses new requests"""
+    asked_to_drain: bool = False
+    gateway_draining: bool = False
+    """it says so itself"""
     closed: bool = False
     _pending: dict[tuple[int, int], Any] = field(default_factory=dict)
     """(handle, choice) → Update, or the Status that ends a request"""
@@ -70,7 +74,7 @@ class Session:
                 return None
             self._wake.clear()
             await self._wake.wait()
-        response = convert.session_response(self._pending, self.models, self.draining)
+        response = convert.session_response(self._pending, self.models, self.draining, self.asked_to_drain)
         self.models = None
         self._pending.clear()
         return response

@@ -6,6 +6,8 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
+from cluster.health import Progress
+
 
 @dataclass(eq=False)
 class WorkerLink:
@@ -15,10 +17,11 @@ class WorkerLink:
     boot_id: str
     epoch: int
     last_heard: float
-    running_step_s: float = 0.0
     last_step_s: float = 0.0
+    progress: Progress = field(default_factory=Progress)
+    """of the issued steps, from one result to the next"""
     draining: bool = False
-    """it asked to be relieved; its end is no crash"""
+    """it is to be relieved; its end is no crash"""
     drained_sent: bool = False
     closed: bool = False
     _outbox: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
@@ -39,13 +42,21 @@ class WorkerLink:
         message = await self._outbox.get()
         return None if self.closed else message
 
+    def note_issued(self, now: float) -> None:
+        """A step was sent; the time of one that waits behind another begins with that one's result."""
+        if not self.progress.running_s(now):
+            self.progress.began(now)
+
+    def note_progress(self, now: float, goes_on: bool) -> None:
+        """A result has come, and another step is issued already or not."""
+        if goes_on:
+            self.progress.began(now)
+        else:
+            self.progress.ended()
+
     def is_frozen(self, now: float, timeout_s: float) -> bool:
         """No sign of life for too long."""
         return now - self.last_heard > timeout_s
-
-    def is_hung(self, floor_s: float) -> bool:
-        """Alive, but its step takes far longer than steps do."""
-        return self.running_step_s > max(floor_s, 10 * self.last_step_s)
 
 
 @dataclass(eq=False)

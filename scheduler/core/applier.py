@@ -34,6 +34,11 @@ def check_outcome(worker: WorkerState, outcome: StepOutcome) -> Step:
         len(outcome.num_drafted) == len(outcome.num_accepted) == rows
     ):
         raise ProtocolViolation(f"{worker.worker_id} answers step {step.number} with drafts of other rows")
+    vocab_size = worker.spec.vocab_size
+    if vocab_size and outcome.token_ids and max(outcome.token_ids) >= vocab_size:
+        raise ProtocolViolation(f"{worker.worker_id} answers step {step.number} with ids beyond its vocabulary")
+    if any(row >= rows for news in (outcome.errors, outcome.logprobs, outcome.prompt_logprobs) for row in news):
+        raise ProtocolViolation(f"{worker.worker_id} answers step {step.number} with news of a row that is not there")
     if sum(outcome.num_tokens) != len(outcome.token_ids):
         raise ProtocolViolation(f"{worker.worker_id} answers step {step.number} with token counts that don't add up")
     rowwise = zip(step.sequences, outcome.num_tokens, step.reserved, outcome.finish, strict=True)

@@ -59,7 +59,7 @@ class Scheduler:
     def detach(self, worker_id: str, now: float, crashed: bool) -> list[Update | Failure]:
         """A worker is gone: its sequences go back to the head of the queue as prompt + emitted.
 
-        `crashed` says that it died, hung or answered nonsense, rather than being cut off, drained or replaced; then that
+        `crashed` says that it died, hung or answered nonsense, not that it was cut off, drained or replaced; then that
         is counted for all that its issued steps contain, and told; and a suspect whose steps they were alone is what
         killed it, and fails.
         """

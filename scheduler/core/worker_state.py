@@ -105,6 +105,12 @@ class WorkerState:
         yield from self.leaving
 
     @property
+    def expected_step_s(self) -> float:
+        """T(n) of the oldest issued step; 0 where nothing is issued or known."""
+        curve = self.speculation.plain_times.curve
+        return curve.at(self.in_flight[0].num_tokens) if self.in_flight and curve else 0.0
+
+    @property
     def takes_suspect(self) -> bool:
         """One suspect at a time, and between two of them a step for all the others, so that many starve nobody."""
         if self.suspect is not None or any(one.is_suspect for one in self.leaving):
