@@ -2,7 +2,7 @@
 
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test check format mutants protos docs bench bench-engine gpu-check clean distclean
+.PHONY: help setup serve test check format mutants protos docs bench bench-engine gpu-check containers clean distclean
 
 # What `make serve` serves: MODEL=<folder, .gguf file or hub id>  WORKERS=2  DRAFT=<folder|ngram|none>
 MODEL ?= default
@@ -71,6 +71,9 @@ bench-engine: setup ## the engine alone: step times beside the machine's floors;
 
 gpu-check: setup ## on a machine with a GPU: is its path right and fast? Minutes; ARGS='--json found.json'
 	@.venv/bin/python -m bench.gpu_check $(ARGS)
+
+containers: setup ## build the images and try compose.yaml for real; ARGS='-k fake' without weights
+	@.venv/bin/python -m pytest tests/containers -m containers -p no:cacheprovider $(ARGS)
 
 clean: ## remove caches and generated files; .venv and fetched models stay
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

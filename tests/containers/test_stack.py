@@ -1,0 +1,133 @@
+"""compose.yaml for real: started, scaled, killed, handed over, drained. Each test goes on where the last one ended."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from tandem_client import SyncTandemClient
+from tests.containers import streams
+from tests.containers.images import engine, run
+from tests.containers.stack import Stack
+from tests.containers.streams import Load
+
+pytestmark = [pytest.mark.containers, pytest.mark.timeout(7200)]
+
+GRACE_S = 70.0
+"""of workers and schedulers, as compose.yaml has it"""
+
+
+@pytest.fixture(scope="module")
+def address(stack: Stack) -> str:
+    """Where the first gateway is published."""
+    stack.until_healthy("gateway")
+    return published(stack)[0]
+
+
+@pytest.fixture(scope="module")
+def load(stack: Stack, address: str) -> Load:
+    """What every test runs."""
+    if stack.overlay == "fake":
+        return streams.fake_load()
+    return asyncio.run(streams.real_load(address, served(address)))
+
+
+def served(address: str) -> str:
+    """The one model's name."""
+    with SyncTandemClient(address) as client:
+        (model,) = client.models()
+    return model.name
+
+
+def workers(address: str) -> int:
+    """Workers of the model that the gateway knows of."""
+    with SyncTandemClient(address) as client:
+        return client.models()[0].workers
+
+
+def published(stack: Stack) -> list[str]:
+    """HOST:PORT of each gateway."""
+    return [run(engine(), "port", one, "50051").split()[-1] for one in stack.containers("gateway")]
+
+
+def test_everything_is_healthy(stack: Stack, address: str) -> None:
+    for service in ("redis", "scheduler", "standby", "worker", "draft", "gateway"):
+        stack.until_healthy(service)
+    (model,) = stack.containers("model", stopped=True)
+    state = stack.inspect(model)["State"]
+    assert (state["Status"], state["ExitCode"]) == ("exited", 0)
+    with SyncTandemClient(address) as client:
+        answer = client.generate("Once upon a time", max_tokens=8, ignore_eos=True)
+    assert len(answer.token_ids) == 8
+
+
+def test_alive_and_ready_are_told_apart(stack: Stack, address: str) -> None:
+    (container,) = stack.containers("gateway")
+    probe = ("python", "-m", "cluster.probe", "127.0.0.1:50051")
+    assert "SERVING" in run(engine(), "exec", container, *probe)
+    assert "SERVICE_UNKNOWN" in run(engine(), "exec", container, *probe, "--service=other", "--live")
+    assert "SERVICE_UNKNOWN" in run(engine(), "exec", container, *probe, "--service=other", check=False)
+
+
+def test_tokens_are_right(stack: Stack, address: str, load: Load) -> None:
+    answers = asyncio.run(streams.run(address, load))
+    assert all(answer.usage.resumptions == 0 for answer in answers)
+    assert sum(answer.usage.drafted_tokens for answer in answers) > 0, "the draft worker is found"
+
+
+def test_another_worker(stack: Stack, address: str) -> None:
+    stack.up(workers=2)
+    stack.until_healthy("worker", 2)
+    stack.until(lambda: workers(address) == 2, "a gateway that knows both workers")
+    packed = run(engine(), "exec", stack.containers("worker")[0], "sh", "-c", "ls /cache/packed || true")
+    assert len([name for name in packed.split() if "-" in name]) == (stack.overlay == "real"), "packed once for both"
+
+
+def test_a_killed_worker_costs_nothing(stack: Stack, address: str, load: Load) -> None:
+    victim = stack.containers("worker")[0]
+    answers = asyncio.run(streams.run(address, load, lambda: stack.crash(victim)))
+    assert sum(answer.usage.resumptions for answer in answers) > 0
+    # Its restart policy brings it back.
+    stack.until(lambda: workers(address) == 2, "two workers again")
+
+
+def test_the_standby_takes_over(stack: Stack, address: str, load: Load) -> None:
+    before = stack.status()
+    leader = before["leader"].split(":")[0]
+    asyncio.run(streams.run(address, load, lambda: stack.stop(leader)))
+    after = stack.status()
+    assert after["term"] > before["term"]
+    assert after["leader"].split(":")[0] == {"scheduler": "standby", "standby": "scheduler"}[leader]
+    stack.up(workers=2)
+    stack.until_healthy(leader)
+
+
+def test_redis_is_not_missed(stack: Stack, address: str, load: Load) -> None:
+    stack.stop("redis")
+    asyncio.run(streams.run(address, load))
+    stack.up(workers=2)
+    stack.until_healthy("redis")
+
+
+def test_one_worker_less(stack: Stack, address: str, load: Load) -> None:
+    """Scaling down under load: the one that goes hands over what it runs."""
+    asyncio.run(streams.run(address, load, lambda: stack.up(workers=1)))
+    stack.until(lambda: workers(address) == 1, "one worker left")
+
+
+def test_draining_within_the_grace(stack: Stack, address: str, load: Load) -> None:
+    """Nobody is left to hand over to: the last worker finishes what it runs, and ends by itself."""
+    (last,) = stack.containers("worker")
+    elapsed_s = 0.0
+
+    def stop() -> None:
+        nonlocal elapsed_s
+        began = time.monotonic()
+        stack.stop("worker")
+        elapsed_s = time.monotonic() - began
+
+    asyncio.run(streams.run(address, load, stop))
+    assert elapsed_s < GRACE_S
+    assert stack.inspect(last)["State"]["ExitCode"] == 0
