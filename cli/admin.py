@@ -43,6 +43,12 @@ class WorkerStatus:
     acceptance: tuple[float, ...]
     """by position"""
     speculation_gain: float
+    position_drafted_tokens: tuple[int, ...]
+    """verified behind right ones, by position"""
+    position_accepted_tokens: tuple[int, ...]
+    plain_steps: tuple[tuple[float, float], ...]
+    """(tokens, seconds), by tokens"""
+    drafting_steps: tuple[tuple[float, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +149,11 @@ def cell_status(message: admin_pb2.GetStatusResponse) -> CellStatus:
 
 def _worker(message: admin_pb2.WorkerStatus) -> WorkerStatus:
     values = {name: getattr(message, name) for name in WorkerStatus.__slots__}
-    changed = {"state": _STATES.get(message.state, "unknown"), "acceptance": tuple(message.acceptance)}
+    changed: dict[str, object] = {"state": _STATES.get(message.state, "unknown")}
+    for name in ("acceptance", "position_drafted_tokens", "position_accepted_tokens"):
+        changed[name] = tuple(values[name])
+    for name in ("plain_steps", "drafting_steps"):
+        changed[name] = tuple((step.num_tokens, step.seconds) for step in values[name])
     return WorkerStatus(**{**values, **changed})
 
 

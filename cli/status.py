@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from cli.arguments import DEFAULT_SCHEDULER, Subparsers, add_command, not_negative
@@ -22,6 +24,8 @@ examples:
   tandem status --json                         one look, for programs
   tandem status --scheduler 127.0.0.1:50052
 """
+
+MAX_SIZES_SHOWN = 8
 
 
 def add_parser(commands: Subparsers) -> None:
@@ -92,6 +96,29 @@ def acceptance(before: CellStatus, now: CellStatus) -> float | None:
     return accepted / drafted if drafted else None
 
 
+def accepted_by_position(before: WorkerStatus | None, now: WorkerStatus) -> list[float | None]:
+    """Of the tokens verified at each position, those before them right, the share that was right.
+
+    Between two looks, or since the worker attached where none was verified in between; None: none at this position.
+    """
+    drafted, accepted = now.position_drafted_tokens, now.position_accepted_tokens
+    if before is not None and before.position_drafted_tokens != drafted:
+        drafted = _less(drafted, before.position_drafted_tokens)
+        accepted = _less(accepted, before.position_accepted_tokens)
+    return [right / tried if tried else None for right, tried in zip(accepted, drafted, strict=True)]
+
+
+def _less(now: Sequence[int], before: Sequence[int]) -> tuple[int, ...]:
+    return tuple(count - old for count, old in itertools.zip_longest(now, before, fillvalue=0))
+
+
+def _steps(steps: Sequence[tuple[float, float]]) -> str:
+    """As many sizes as a line has room for, the first and the last among them."""
+    last = len(steps) - 1
+    chosen = sorted({round(index * last / (MAX_SIZES_SHOWN - 1)) for index in range(MAX_SIZES_SHOWN)})
+    return "  ".join(f"{steps[index][0]:.0f}: {1000 * steps[index][1]:.1f}" for index in chosen)
+
+
 def _rate(before: CellStatus, now: CellStatus, count: int) -> float | None:
     seconds = now.uptime_s - before.uptime_s
     if before.term != now.term or seconds <= 0 or count < 0:
@@ -138,9 +165,15 @@ def table(before: CellStatus, now: CellStatus) -> RenderableType:
     elif not now.workers:
         parts.append(Text("no worker is attached", style="yellow"))
     for worker in now.workers:
-        if worker.acceptance:
-            shares = " ".join(f"{share:.0%}" for share in worker.acceptance)
-            parts.append(Text(f"{worker.worker_id} accepts, by position: {shares}"))
+        shares = accepted_by_position(earlier.get((worker.worker_id, worker.epoch)), worker)
+        if shares:
+            listed = " ".join("-" if share is None else f"{share:.0%}" for share in shares)
+            parts.append(Text(f"{worker.worker_id} accepts, by position: {listed}"))
+            parts += [
+                Text(f"{worker.worker_id} takes ms, by tokens of a step: {_steps(steps)}{kind}")
+                for steps, kind in ((worker.plain_steps, ""), (worker.drafting_steps, " (with drafts)"))
+                if steps
+            ]
     for draft in now.draft_workers:
         parts.append(Text(f"{draft.worker_id} drafts for {draft.model} with {draft.proposer} at {draft.address}"))
     return Group(*parts)

@@ -11,6 +11,7 @@ from tandem.v1 import admin_pb2, scheduler_pb2, types_pb2
 from cluster import errors
 from scheduler.core.sequence import RequestSpec
 from scheduler.core.step import Admission, ProtocolViolation, Refusal, RefusalKind, Step, StepOutcome, Update
+from scheduler.core.step_time import Curve
 from scheduler.core.worker_state import Resident, WorkerSpec, WorkerState
 
 RETRY_AFTER_S = 1.0
@@ -263,5 +264,14 @@ def worker_status(worker: WorkerState, epoch: int, last_step_s: float) -> Any:
         accepted_tokens=sum(worker.speculation.totals.accepted),
         acceptance=worker.speculation.totals.shares,
         speculation_gain=worker.speculation.gain,
+        position_drafted_tokens=worker.speculation.totals.tried,
+        position_accepted_tokens=worker.speculation.totals.accepted,
+        plain_steps=_durations(worker.speculation.plain_times.curve),
+        drafting_steps=_durations(worker.speculation.drafting_times.curve),
         generated_tokens=worker.generated_tokens,
     )
+
+
+def _durations(curve: Curve) -> list[Any]:
+    sizes = zip(curve.sizes, curve.seconds, strict=True)
+    return [admin_pb2.StepDuration(num_tokens=size, seconds=seconds) for size, seconds in sizes]

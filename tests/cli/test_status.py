@@ -35,6 +35,9 @@ def cell(
         draft_budget_tokens=2 * (generated - accepted),
         accepted_tokens=accepted,
         acceptance=[0.75, 0.5],
+        position_drafted_tokens=[drafted // 2, accepted],
+        position_accepted_tokens=[accepted, accepted // 2],
+        plain_steps=[admin_pb2.StepDuration(num_tokens=n, seconds=n / 100) for n in range(1, 30)],
         speculation_gain=1.375,
     )
     message = admin_pb2.GetStatusResponse(
@@ -93,11 +96,32 @@ def test_what_drafts_bring_is_seen() -> None:
     row = next(line.split() for line in shown(before, now).splitlines() if line.startswith("w-1 "))
     # 500 tokens of 300 rows, which were allowed 600 draft tokens between the looks.
     assert row[-3:] == ["2.0", "1.67", "1.38"]
-    assert "w-1 accepts, by position: 75% 50%" in shown(before, now)
+    assert "w-1 accepts, by position: 50% 50%" in shown(before, now)
     row = next(line.split() for line in shown(now, now).splitlines() if line.startswith("w-1 "))
     assert row[-3:] == ["2.0", "1.15", "1.38"]
     row = shown(before, cell(12.0, 1500, drafting=False)).splitlines()[3].split()
     assert row[-3:] == ["off", "-", "-"]
+
+
+def test_acceptance_is_of_the_time_between_two_looks_if_anything_was_drafted() -> None:
+    before, now = cell(10.0, 1000, drafted=100, accepted=40), cell(12.0, 1500, drafted=300, accepted=60)
+    assert status.accepted_by_position(before.workers[0], now.workers[0]) == [0.2, 0.5]
+    assert status.accepted_by_position(now.workers[0], now.workers[0]) == [0.4, 0.5]
+    assert status.accepted_by_position(None, now.workers[0]) == [0.4, 0.5]
+    nothing = cell(10.0, 1000).workers[0]
+    assert status.accepted_by_position(None, nothing) == [None, None]
+    longer = dataclasses.replace(
+        now.workers[0], position_drafted_tokens=(150, 61, 8), position_accepted_tokens=(60, 30, 2)
+    )
+    assert status.accepted_by_position(now.workers[0], longer) == [None, 0.0, 0.25]
+
+
+def test_step_times_are_shown_from_the_first_to_the_last() -> None:
+    text = shown(cell(10.0, 1000), cell(12.0, 1500, drafted=8, accepted=4))
+    line = next(line for line in text.splitlines() if "takes ms" in line)
+    assert line.startswith("w-1 takes ms, by tokens of a step: 1: 10.0  5: 50.0")
+    assert line.rstrip().endswith("29: 290.0")
+    assert "(with drafts)" not in text
 
 
 def test_the_json_has_plain_numbers() -> None:

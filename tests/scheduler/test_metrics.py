@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from scheduler.config import SchedulerConfig
+from scheduler.convert import worker_status
 from scheduler.core.acceptance import PositionTotals
 from scheduler.loop import Cell
 from scheduler.metrics import CellCollector
@@ -30,3 +31,18 @@ async def test_speculation_by_worker_and_position() -> None:
     assert [found[drafted, "w", position] for position in "12"] == [2, 1]
     assert [found[accepted, "w", position] for position in "12"] == [2, 0]
     assert (drafted, "w", "3") not in found
+
+
+async def test_the_status_has_counts_by_position_and_step_times() -> None:
+    cell = Cell(SchedulerConfig(speculation="fixed"))
+    cell.core.attach("w", worker_spec(), 0.0)
+    worker = cell.core.workers["w"]
+    worker.speculation.totals.observe(3, 1)
+    for num_tokens, seconds in ((1, 0.01), (4, 0.02)):
+        for _ in range(8):
+            worker.speculation.plain_times.observe(num_tokens, seconds)
+    status = worker_status(worker, 1, 0.0)
+    assert list(status.position_drafted_tokens) == [1, 1]
+    assert list(status.position_accepted_tokens) == [1, 0]
+    assert [(step.num_tokens, step.seconds) for step in status.plain_steps] == [(1, 0.01), (4, 0.02)]
+    assert not status.drafting_steps
