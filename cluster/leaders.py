@@ -102,6 +102,11 @@ class Leaders:
         return None if best is None or not best.leading_term else (best.address, best.leading_term)
 
     @property
+    def cell(self) -> str:
+        """The cell's name; empty while neither configuration nor a scheduler has said it."""
+        return self._cell
+
+    @property
     def addresses(self) -> list[str]:
         """Everybody known."""
         return list(self._known)

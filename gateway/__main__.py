@@ -46,6 +46,8 @@ class Gateway:
         metrics = GatewayMetrics(self.telemetry, lambda: len(self.table), lambda: float(self.session.up))
         self._gateway_id = f"gateway-{secrets.token_hex(8)}"
         self._metrics = metrics
+        self.stop = asyncio.Event()
+        """set by an operator, by way of a scheduler; ends this process as a signal does"""
         self.session: Upstream
         if config.finds_cells:
             state = open_state(config.state, config.cluster)
@@ -76,6 +78,7 @@ class Gateway:
             on_change=on_change,
             loss_s=config.scheduler_loss_s,
             cell=cell,
+            on_drain=self.stop.set,
         )
 
     async def start(self) -> int:
@@ -89,6 +92,7 @@ class Gateway:
 
     async def drain(self) -> None:
         """Refuse new requests, finish the old; at most drain_timeout_s."""
+        self.session.begin_drain()
         try:
             async with asyncio.timeout(self.config.drain_timeout_s):
                 await self.servicer.drain()
@@ -131,7 +135,9 @@ async def serve(config: GatewayConfig, texts: dict[str, ModelText]) -> None:
     try:
         port = await gateway.start()
         ready = f"READY gateway {server.join_address(config.host, port)}"
-        await server.run_until_signal(gateway.server, gateway.drain, health=gateway.health, ready=ready)
+        await server.run_until_signal(
+            gateway.server, gateway.drain, health=gateway.health, stop=gateway.stop, ready=ready
+        )
     finally:
         await gateway.server.stop(0)
         await gateway.close()

@@ -44,6 +44,8 @@ class Upstream(Protocol):
 
     def cancel(self, request: LiveRequest) -> None: ...
 
+    def begin_drain(self) -> None: ...
+
     def start(self) -> None: ...
 
     async def close(self) -> None: ...
@@ -81,6 +83,7 @@ class Cells:
         self._searching: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Future[None]] = set()
         self._closed = False
+        self._ending = False
 
     # ------------------------------------------------------------------------------------------- as one session
 
@@ -116,6 +119,12 @@ class Cells:
             session.cancel(request)
             self._live[request.cell] -= 1
             request.cell = ""
+
+    def begin_drain(self) -> None:
+        """Tell every cell that this gateway ends with its last request."""
+        self._ending = True
+        for session in self.sessions.values():
+            session.begin_drain()
 
     def start(self) -> None:
         """Begin to look for cells, and keep doing so."""
@@ -220,6 +229,8 @@ class Cells:
                 lambda name=name: self._note_change(name),  # type: ignore[misc]
             )
             self.sessions[name] = session
+            if self._ending:
+                session.begin_drain()
             self._arm(name)
             session.start()
         for name in sorted(self.sessions.keys() - names):

@@ -38,6 +38,9 @@ class SessionNews:
     outputs: list[OutputNews]
     models: tuple[ModelNews, ...] | None
     draining: bool
+    """the cell is"""
+    drain: bool
+    """the gateway is to"""
 
 
 # --------------------------------------------------------------------------------------------------- from clients
@@ -220,20 +223,21 @@ def model(
 # ---------------------------------------------------------------------------------------------- to the scheduler
 
 
-def hello(gateway_id: str, highest_term: int) -> scheduler_pb2.SessionRequest:
-    """The first message of a session."""
+def hello(gateway_id: str, highest_term: int, cell: str) -> scheduler_pb2.SessionRequest:
+    """The first message of a session; `cell`: the one that is meant, empty for any."""
     return scheduler_pb2.SessionRequest(
-        hello=scheduler_pb2.SessionHello(gateway_id=gateway_id, highest_term=highest_term)
+        hello=scheduler_pb2.SessionHello(gateway_id=gateway_id, highest_term=highest_term, cell=cell)
     )
 
 
 def session_request(
-    submits: Sequence[scheduler_pb2.Submit], cancels: Sequence[tuple[int, int | None]]
+    submits: Sequence[scheduler_pb2.Submit], cancels: Sequence[tuple[int, int | None]], draining: bool
 ) -> scheduler_pb2.SessionRequest:
     """Submissions and cancellations, the latter as (handle, choice or None for all)."""
     return scheduler_pb2.SessionRequest(
         submits=submits,
         cancels=[scheduler_pb2.Cancel(handle=handle, choice=choice) for handle, choice in cancels],
+        draining=draining,
     )
 
 
@@ -258,6 +262,7 @@ def submit(live: Any, now: float) -> scheduler_pb2.Submit:
         cache_salt=spec.cache_salt,
         speculation=types_pb2.Speculation(mode=spec.speculation_mode, max_draft_tokens=spec.max_draft_tokens),
         resumptions=live.resumptions,
+        crashes=live.crashes,
     )
     if spec.deadline is not None:
         message.remaining_s = max(0.0, spec.deadline - now)
@@ -294,6 +299,7 @@ def session_news(message: scheduler_pb2.SessionResponse) -> SessionNews:
         outputs=[_output(output) for output in message.outputs],
         models=tuple(_model_news(state) for state in message.models.models) if message.HasField("models") else None,
         draining=message.draining,
+        drain=message.drain,
     )
 
 
@@ -313,6 +319,7 @@ def _output(output: scheduler_pb2.Output) -> OutputNews:
         output.drafted_tokens,
         output.accepted_tokens,
         output.resumptions,
+        output.crashes,
     )
 
 

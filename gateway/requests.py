@@ -81,6 +81,7 @@ class LiveRequest:
         self.last_token_at: float | None = None
         self._cached_tokens: int | None = None
         self._num_gaps = 0
+        self._crashes: dict[int, int] = {}
         self._prompt_logprobs_taken = False
 
     @property
@@ -104,6 +105,12 @@ class LiveRequest:
     def resumptions(self) -> int:
         """Times choices of this request were taken up again."""
         return sum(choice.resumptions for choice in self.choices)
+
+    @property
+    def crashes(self) -> int:
+        """Crashes of workers in a row that a choice still running was part of, without a token of it since."""
+        running = (choice.index for choice in self.choices if choice.finish is None)
+        return max((self._crashes.get(index, 0) for index in running), default=0)
 
     def usage(self) -> UsageCounts:
         """What the request has taken so far."""
@@ -136,6 +143,10 @@ class LiveRequest:
             return Reaction.RESUBMIT, 0
         if num_new:
             self._num_gaps = 0
+            if self._crashes:
+                self._crashes.pop(news.choice, None)
+        if news.crashes:
+            self._crashes[news.choice] = news.crashes
         if self._cached_tokens is None and (news.token_ids or news.reason is not None):
             self._cached_tokens = news.cached_tokens
         if choice.has_pending or news.prompt_logprobs:

@@ -61,10 +61,12 @@ class Session:
         loss_s: float = 60.0,
         first_backoff_s: float = 0.1,
         cell: str = "",
+        on_drain: Callable[[], None] = lambda: None,
     ) -> None:
         """`leaders`: not yet started, ours to close; `cell`: the requests of the table that are this session's.
 
-        `on_models`: the scheduler's models; `on_change`: the session went up or down, or the scheduler drains.
+        `on_models`: the scheduler's models; `on_change`: the session went up or down, or the scheduler drains;
+        `on_drain`: an operator wants this gateway to end.
         """
         self._leaders = leaders
         self._gateway_id = gateway_id
@@ -75,6 +77,9 @@ class Session:
         self._loss_s = loss_s
         self._first_backoff_s = first_backoff_s
         self._cell = cell
+        self._on_drain = on_drain
+        self._ending = False
+        self._ending_told = False
         self._highest_term = 0
         self._draining = False
         self._up = asyncio.Event()
@@ -104,6 +109,11 @@ class Session:
         except TimeoutError:
             return False
         return True
+
+    def begin_drain(self) -> None:
+        """Tell the scheduler, and each later one, that this gateway ends with its last request."""
+        self._ending = True
+        self._wake.set()
 
     def submit(self, request: LiveRequest) -> None:
         """Send a registered request as soon as there is a session."""
@@ -166,7 +176,7 @@ class Session:
             parts: list[asyncio.Task[None]] = []
             try:
                 async with asyncio.timeout(_WELCOME_TIMEOUT_S):
-                    await call.write(convert.hello(self._gateway_id, self._highest_term))
+                    await call.write(convert.hello(self._gateway_id, self._highest_term, self._leaders.cell))
                     first = await call.read()
                 if first is grpc.aio.EOF:
                     raise SessionRefused("the stream ended before a welcome")
@@ -205,6 +215,7 @@ class Session:
         self._leaders.welcomed()
         self._submits.clear()
         self._cancels.clear()
+        self._ending_told = False
         resubmitted = 0
         for request in self._mine():
             if not request.finished:
@@ -251,13 +262,14 @@ class Session:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            while self._submits or self._cancels:
+            while self._submits or self._cancels or self._ending != self._ending_told:
                 submits, resubmits = self._next_submits()
                 cancels, self._cancels = self._cancels, []
                 now = asyncio.get_running_loop().time()
                 messages = [convert.submit(request, now) for request in submits]
-                if messages or cancels:
-                    await call.write(convert.session_request(messages, cancels))
+                if messages or cancels or self._ending != self._ending_told:
+                    self._ending_told = self._ending
+                    await call.write(convert.session_request(messages, cancels, self._ending))
                 if resubmits and self._submits:
                     await asyncio.sleep(_PACE_S)
 
@@ -280,6 +292,8 @@ class Session:
     def _take(self, news: convert.SessionNews) -> None:
         if news.models is not None:
             self._on_models(news.models)
+        if news.drain:
+            self._on_drain()
         if news.draining != self._draining:
             self._draining = news.draining
             self._on_change()

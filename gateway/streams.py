@@ -50,6 +50,8 @@ class OutputNews(NamedTuple):
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     resumptions: int = 0
+    crashes: int = 0
+    """in a row that the choice was part of, without a token since; 0: nothing new"""
 
 
 @dataclass(slots=True)

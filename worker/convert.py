@@ -69,9 +69,11 @@ def hello_to_proto(
     fingerprint: str,
     limits: Limits,
     highest_term: int,
+    cell: str,
+    draining: bool,
     residents: Iterable[Resident],
 ) -> scheduler_pb2.AttachRequest:
-    """The first message of an attach stream."""
+    """The first message of an attach stream. `cell`: the one that is meant, empty for any."""
     hello = scheduler_pb2.WorkerHello(
         worker_id=worker_id,
         boot_id=boot_id,
@@ -83,6 +85,8 @@ def hello_to_proto(
         max_model_len=limits.max_model_len,
         vocab_size=limits.vocab_size,
         highest_term=highest_term,
+        cell=cell,
+        draining=draining,
         residents=[
             scheduler_pb2.ResidentSequence(
                 token_ids=resident.token_ids,
