@@ -74,6 +74,7 @@ class Announcement:
                 address=self._address,
                 proposer=self._proposer,
                 highest_term=self._highest_term,
+                cell=self._leaders.cell,
             )
             async with asyncio.timeout(WELCOME_TIMEOUT_S):
                 await call.write(hello)

@@ -58,12 +58,12 @@ def tails_to_proto(tails: Iterable[Tail], vocab_size: int) -> draft_pb2.DraftRes
 
 
 def hello_to_proto(
-    *, worker_id: str, model: str, address: str, proposer: str, highest_term: int
+    *, worker_id: str, model: str, address: str, proposer: str, highest_term: int, cell: str
 ) -> scheduler_pb2.AnnounceRequest:
-    """The first message to the scheduler."""
+    """The first message to the scheduler. `cell`: the one that is meant, empty for any."""
     return scheduler_pb2.AnnounceRequest(
         hello=scheduler_pb2.DraftWorkerHello(
-            worker_id=worker_id, model=model, address=address, proposer=proposer, highest_term=highest_term
+            worker_id=worker_id, model=model, address=address, proposer=proposer, highest_term=highest_term, cell=cell
         )
     )
 
