@@ -48,6 +48,13 @@ class RedisServer:
             self._child.stdout.close()
             self._child = None
 
+    def terminate(self) -> None:
+        """SIGTERM, and wait for its end."""
+        if self._child is not None:
+            self._child.terminate()
+            self._child.wait()
+            self.kill()
+
     def pause(self) -> None:
         """Connections stand, nothing answers."""
         self._signal(signal.SIGSTOP)
