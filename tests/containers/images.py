@@ -6,10 +6,12 @@ builder has no such mounts, and needs settings that are URLs.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -17,11 +19,21 @@ REDIS = "docker.io/library/redis:7.2-bookworm"
 TARGETS = ("service", "engine")
 
 
+@cache
 def engine() -> str:
-    """The program that runs containers."""
-    found = shutil.which("docker") or shutil.which("podman")
-    assert found, "docker or podman is needed"
-    return found
+    """The program that runs containers: Docker's, where its daemon answers, or podman."""
+    docker, podman = shutil.which("docker"), shutil.which("podman")
+    if docker and "podman" not in os.environ.get("DOCKER_HOST", ""):
+        asked = [docker, "version", "--format", "{{.Server.Version}}"]
+        if subprocess.run(asked, capture_output=True, timeout=60, check=False).returncode == 0:
+            return docker
+    assert podman, "a Docker daemon, or podman, is needed"
+    return podman
+
+
+def is_podman() -> bool:
+    """Whether `engine` is podman."""
+    return Path(engine()).name == "podman"
 
 
 def run(*command: str, timeout_s: float = 120.0, check: bool = True) -> str:
@@ -56,14 +68,25 @@ def build(scratch: Path) -> None:
     pip_conf = scratch / "pip.conf"
     pip_conf.write_text("[global]\n" + "".join(f"{name} = {value}\n" for name, value in settings.items()))
     flags = ["--secret", f"id=pip,src={pip_conf}", "--network", "host"]
-    if engine().endswith("podman"):
+    if is_podman():
         flags += ["--layers", *(word for path in local_paths(settings) for word in ("-v", f"{path}:{path}:ro"))]
     for target in TARGETS:
         tag = f"docker.io/library/tandem-{target}:latest"
         command = [engine(), "build", *flags, "-f", "deploy/Dockerfile", "--target", target, "-t", tag, "."]
         run("nice", "-n", "10", *command, timeout_s=3600)
     if not present(REDIS) and subprocess.run([engine(), "pull", "-q", REDIS], check=False).returncode != 0:
-        run(engine(), "build", "--network", "host", "-t", REDIS, "-f", "tests/containers/redis.Dockerfile", "deploy")
+        run(
+            engine(),
+            "build",
+            "--network",
+            "host",
+            "-t",
+            REDIS,
+            "-f",
+            "tests/containers/redis.Dockerfile",
+            "deploy",
+            timeout_s=3600,
+        )
 
 
 def present(tag: str) -> bool:

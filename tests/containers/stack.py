@@ -17,18 +17,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.containers.images import ROOT, engine, run
+from tests.containers.images import ROOT, engine, is_podman, run
 
 PATIENCE_S = 600.0
 """How long anything may take: the machine may be a slow one."""
 
 
 def compose_command() -> list[str]:
-    """Docker's own plug-in, or the program of that name."""
-    if shutil.which("docker") and "Compose" in run("docker", "compose", "version", check=False):
-        return ["docker", "compose"]
-    assert shutil.which("docker-compose"), "docker compose, or docker-compose, is needed"
-    return ["docker-compose"]
+    """The program of that name, or Docker's own plug-in."""
+    if shutil.which("docker-compose"):
+        return ["docker-compose"]
+    assert "Compose" in run("docker", "compose", "version", check=False), "docker compose is needed"
+    return ["docker", "compose"]
+
+
+def compose_environment() -> dict[str, str]:
+    """Where compose finds the engine."""
+    return {"DOCKER_HOST": "unix:///run/podman/podman.sock", **os.environ} if is_podman() else dict(os.environ)
 
 
 @dataclass
@@ -46,7 +51,7 @@ class Stack:
         done = subprocess.run(
             command,
             cwd=ROOT,
-            env={**os.environ, **self.environment},
+            env={**compose_environment(), **self.environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -125,7 +130,7 @@ class HealthChecks:
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def __enter__(self) -> HealthChecks:
-        if engine().endswith("podman") and not Path("/run/systemd/system").is_dir():
+        if is_podman() and not Path("/run/systemd/system").is_dir():
             self._thread.start()
         return self
 

@@ -132,6 +132,18 @@ def test_settings_are_few_and_explained() -> None:
     assert len(used) <= 4
 
 
+def test_the_page_has_all_settings_and_services() -> None:
+    page = (ROOT / "docs" / "containers.md").read_text("utf-8")
+    explained = dict(re.findall(r"^\| `(TANDEM_\w+)` \| `([^`]*)` \|", page, re.M))
+    assert explained == dict(re.findall(r"\$\{(\w+):-([^}]*)\}", TEXT))
+    told = re.search(r"## What runs\n(.*?)\n## ", page, re.S)
+    assert told
+    named = set(re.findall(r"`([\w-]+)`", "".join(line.split("|")[1] for line in told[1].splitlines() if "|" in line)))
+    assert named == (set(SERVICES) - set(GPU)) | {GPU[0], GPU[-1]}
+    for link in re.findall(r"\]\(([^)#]+)", page):
+        assert (ROOT / "docs" / link).exists(), link
+
+
 def test_only_gateways_are_published_and_only_here() -> None:
     published = {name: service["ports"] for name, service in SERVICES.items() if "ports" in service}
     assert published == {"gateway": ["${TANDEM_LISTEN:-127.0.0.1:50051}:50051"]}
