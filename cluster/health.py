@@ -15,16 +15,21 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 SERVICE_NAME = "grpc.health.v1.Health"
+LIVENESS = "liveness"
+"""Whether the process can still do its work: what a supervisor asks before it ends a process. Stays SERVING while one
+loads, stands by, waits for others or drains; a loop that stands still doesn't answer at all."""
+READINESS = "readiness"
+"""Whether new work is taken: what a load balancer asks. Another name of the empty one."""
 
 
 class Health(health_pb2_grpc.HealthServicer):
-    """The states of named services. The name "" is the process as a whole; it starts as NOT_SERVING.
+    """The states of named services. The name "" is the process as a whole; it starts as NOT_SERVING, and alive.
 
     Not thread-safe: everything happens on the event loop of the server.
     """
 
     def __init__(self) -> None:
-        self._serving: dict[str, bool] = {"": False}
+        self._serving: dict[str, bool] = {"": False, READINESS: False, LIVENESS: True}
         self._watchers: set[asyncio.Event] = set()
         self._shutting_down = False
         self._closed = False
@@ -33,6 +38,10 @@ class Health(health_pb2_grpc.HealthServicer):
         """Report a service as SERVING or NOT_SERVING from now on. Without effect once a shutdown has begun."""
         if not self._shutting_down:
             self._put(service, serving)
+
+    def set_alive(self, alive: bool) -> None:
+        """Report the process as able to go on, or not, from now on."""
+        self._put(LIVENESS, alive)
 
     def clear(self, service: str) -> None:
         """Forget a service that is gone for good: Check answers NOT_FOUND, Watch SERVICE_UNKNOWN."""
@@ -48,9 +57,9 @@ class Health(health_pb2_grpc.HealthServicer):
         return sorted(self._serving)
 
     def enter_graceful_shutdown(self) -> None:
-        """Report every service as NOT_SERVING, for good."""
+        """Report every service as NOT_SERVING, for good; the process is alive all the same."""
         self._shutting_down = True
-        for service in list(self._serving):
+        for service in self._serving.keys() - {LIVENESS}:
             self._put(service, False)
 
     def close(self) -> None:
@@ -91,6 +100,8 @@ class Health(health_pb2_grpc.HealthServicer):
 
     def _put(self, service: str, serving: bool) -> None:
         self._serving[service] = serving
+        if not service:
+            self._serving[READINESS] = serving
         self._notify()
 
     def _notify(self) -> None:
@@ -118,8 +129,9 @@ class Progress:
 
     def running_s(self, now_s: float) -> float:
         """Seconds since the last sign of progress of what runs; 0 when idle."""
-        return 0.0 if self._since_s is None else max(0.0, now_s - self._since_s)
+        since_s = self._since_s  # once: another thread's work may end meanwhile
+        return 0.0 if since_s is None else max(0.0, now_s - since_s)
 
-    def hung(self, now_s: float, expected_s: float = 0.0) -> bool:
-        """Beyond max(stalled_after_s, 10 × what such work is expected to take)."""
-        return self.running_s(now_s) > max(self.stalled_after_s, 10.0 * expected_s)
+    def hung(self, now_s: float, expected_s: float = 0.0, times: float = 1.0) -> bool:
+        """Beyond max(stalled_after_s, 10 × what such work is expected to take), or so many times that."""
+        return self.running_s(now_s) > times * max(self.stalled_after_s, 10.0 * expected_s)

@@ -28,10 +28,9 @@ from worker.steps import StepOutcome
 logger = logging.getLogger("worker")
 
 HEALTH_PERIOD_S = 0.25
-SWITCH_INTERVAL_S = 0.0002
-"""Longest that the Python of one thread keeps the others waiting. The step thread comes back from native code hundreds
-of times in a forward pass, and at the interpreter's own 5 ms a busy event loop makes the pass a third longer. Planning
-a step fits into it, so the next pass begins before the loop takes its turn."""
+GIVE_UP_TIMES = 2.0
+"""a step that has hung for so many times as long as makes it count as hung won't end: only a new process has the device
+again, and a supervisor starts one"""
 
 
 async def serve(config: WorkerConfig) -> int:
@@ -66,12 +65,16 @@ async def serve(config: WorkerConfig) -> int:
     return 1 if crashes or worker.steps.failed.done() else 0
 
 
+class StepHangs(Exception):
+    """A step that won't end keeps the device."""
+
+
 class Worker:
     """The parts of one worker process, wired together."""
 
     def __init__(self, config: WorkerConfig) -> None:
         self.config = config
-        self.steps = StepThread(self.send_outcome)
+        self.steps = StepThread(self.send_outcome, config.hung_step_s)
         self.address = "-"
         self.link: DraftLink | None = None
         self.attachment: Attachment
@@ -104,11 +107,15 @@ class Worker:
             await self.attachment.drain(self.config.drain_timeout_s)
 
     async def report_health(self, health: Health) -> None:
-        """SERVING while attached and no step hangs."""
+        """Alive while no step hangs, SERVING while it is also attached. Raises StepHangs where a step won't end."""
         while True:
-            serving = self.attachment.attached and self.steps.running_step_s() < self.config.hung_step_s
+            alive = not self.steps.hung()
+            serving = alive and self.attachment.attached
+            health.set_alive(alive)
             health.set("", serving)
             health.set(self.config.model_name, serving)
+            if self.steps.hung(GIVE_UP_TIMES):
+                raise StepHangs(f"a step has run for {self.steps.running_step_s():.0f} s")
             await asyncio.sleep(HEALTH_PERIOD_S)
 
 
@@ -142,7 +149,7 @@ async def _build(worker: Worker) -> None:
 def main() -> int:
     """Entry point; the exit status."""
     config = load(WorkerConfig, "worker")
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    event_loop.share_with_model()
     logs.setup("worker")
     try:
         return event_loop.run(serve(config))

@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from cluster.health import Progress
 from cluster.logs import event
 from worker.executor import Executor
 from worker.steps import Step, StepOutcome
@@ -43,15 +44,16 @@ class TooManySteps(RuntimeError):
 class StepThread:
     """See the module's text. All public methods are for the event loop's thread."""
 
-    def __init__(self, on_outcome: Callable[[StepOutcome], None]) -> None:
-        """on_outcome is called on the event loop, in the order of the steps."""
+    def __init__(self, on_outcome: Callable[[StepOutcome], None], hung_after_s: float = 30.0) -> None:
+        """on_outcome is called on the event loop, in the order of the steps; `hung_after_s`: see `hung`."""
         self._loop = asyncio.get_running_loop()
         self._on_outcome = on_outcome
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._executor: Executor | None = None
         self._issued = 0
         self._generation = 0
-        self._running_since_s: float | None = None
+        self._progress = Progress(hung_after_s)
+        self._last_step_s = 0.0
         self._owed: tuple[StepOutcome, int] | None = None
         """what the loop wasn't told yet; the step thread's own"""
         self.failed: asyncio.Future[BaseException] = self._loop.create_future()
@@ -94,8 +96,11 @@ class StepThread:
 
     def running_step_s(self) -> float:
         """Seconds that the running step has taken so far; 0 when idle."""
-        since_s = self._running_since_s
-        return 0.0 if since_s is None else time.monotonic() - since_s
+        return self._progress.running_s(time.monotonic())
+
+    def hung(self, times: float = 1.0) -> bool:
+        """Whether the running step takes more than `hung_after_s` and ten times the last one, or so many times that."""
+        return self._progress.hung(time.monotonic(), self._last_step_s, times)
 
     def stop(self) -> None:
         """Let the thread end after what is queued."""
@@ -144,11 +149,12 @@ class StepThread:
     def _run_step(self, step: Step, generation: int) -> None:
         if generation != self._generation or self._executor is None:
             return
-        self._running_since_s = time.monotonic()
+        self._progress.began(time.monotonic())
         try:
             outcome = self._executor.run(step, self._tell_owed)
         finally:
-            self._running_since_s = None
+            self._progress.ended()
+        self._last_step_s = outcome.duration_s
         self._tell_owed()  # a step that computed nothing
         self._owed = outcome, generation
 

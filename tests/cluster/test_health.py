@@ -36,7 +36,7 @@ async def test_check(served) -> None:
     health.set("", True)
     health.set("smollm2", True)
     assert await check(stub, "") == KINDS.SERVING
-    assert health.services() == ["", "smollm2"]
+    assert health.services() == ["", "liveness", "readiness", "smollm2"]
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await check(stub, "unknown")
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
@@ -83,6 +83,17 @@ async def test_shutdown_is_for_good(served) -> None:
     assert await check(stub, "m") == KINDS.NOT_SERVING
     assert not health.serving("m")
     assert not health.serving("new")
+
+
+async def test_the_process_is_alive_before_during_and_after_it_takes_work(served) -> None:
+    health, stub = served
+    assert (await check(stub, "liveness"), await check(stub, "readiness")) == (KINDS.SERVING, KINDS.NOT_SERVING)
+    health.set("", True)
+    assert (await check(stub, "liveness"), await check(stub, "readiness")) == (KINDS.SERVING, KINDS.SERVING)
+    health.enter_graceful_shutdown()
+    assert (await check(stub, "liveness"), await check(stub, "readiness")) == (KINDS.SERVING, KINDS.NOT_SERVING)
+    health.set_alive(False)
+    assert await check(stub, "liveness") == KINDS.NOT_SERVING
 
 
 async def test_a_change_while_the_last_one_is_written_is_still_told() -> None:

@@ -359,3 +359,11 @@ async def test_the_list_of_draft_workers_reaches_the_link(bench: Bench) -> None:
     stream.send(draft_workers=told)
     await until(lambda: bench.link._addresses == ["127.0.0.1:8", "127.0.0.1:9"])  # type: ignore[union-attr]
     assert bench.link.tails.longest_draft == 5
+
+
+async def test_a_wish_to_be_relieved_outlives_the_scheduler_that_passed_it_on(bench: Bench) -> None:
+    stream = await bench.scheduler.next()
+    assert not stream.hello.draining
+    stream.outgoing.put_nowait(scheduler_pb2.AttachResponse(drain=scheduler_pb2.WorkerDrain()))
+    stream.outgoing.put_nowait(None)
+    assert (await bench.scheduler.next()).hello.draining

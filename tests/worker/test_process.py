@@ -143,3 +143,22 @@ async def test_without_a_scheduler_it_waits_and_ends_when_told() -> None:
 def test_a_model_that_is_not_there_is_named() -> None:
     with pytest.raises(ModelNotFound, match="/nowhere/tiny"):
         load_engine(WorkerConfig(model="/nowhere/tiny", threads=1))
+
+
+async def test_a_step_that_never_ends_is_told_and_ends_the_process() -> None:
+    """Its supervisor's business then: nothing else gives the device back."""
+    flags = ("--port=0", "--fake-step-ms=3600000", "--hung-step-s=0.5")
+    async with scheduling() as (scheduler, at), process(*FAKE, f"--scheduler={at}", *flags) as child:
+        assert child.stdout is not None
+        address = (await asyncio.wait_for(child.stdout.readline(), 60)).decode().split()[2]
+        await scheduler.next("hello")
+        async with grpc.aio.insecure_channel(address) as channel:
+            alive = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service="liveness"))
+            assert (await alive.read()).status == health_pb2.HealthCheckResponse.SERVING
+            scheduler.outgoing.put_nowait(step(1, [0], [admission(0)]))
+            assert (await alive.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+            await scheduler.next("draining")
+            scheduler.outgoing.put_nowait(scheduler_pb2.AttachResponse(drained=scheduler_pb2.WorkerDrained()))
+            assert await asyncio.wait_for(child.wait(), 60) == 1
+        assert child.stderr is not None
+        assert "a step has run for" in (await child.stderr.read()).decode()

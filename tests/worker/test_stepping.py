@@ -91,6 +91,7 @@ async def test_settling_waits_for_the_running_step_and_drops_the_queued(thread: 
     done, _ = await asyncio.wait([settling], timeout=0.05)
     assert not done
     assert steps.running_step_s() > 0
+    assert not steps.hung()
     executor.permits.release(10)
     await asyncio.wait_for(settling, 10)
     assert executor.entered == [1]
