@@ -22,12 +22,17 @@ import asyncio
 import functools
 import os
 import socket
+import sys
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 EXPERIMENTS = "GRPC_EXPERIMENTS"
+SWITCH_INTERVAL_S = 0.0002
+"""Longest that the Python of one thread keeps the others waiting. The model's thread comes back from native code
+hundreds of times in a forward pass, and at the interpreter's own 5 ms a busy event loop makes the pass a third longer.
+Planning a step fits into it, so the next pass begins before the loop takes its turn."""
 _ONE_POLLER = "-event_engine_poller_for_python"
 _MOST_BYTES = 4096
 _LOOK = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)
@@ -36,6 +41,11 @@ _LOOK = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)
 def choose_poller() -> None:
     """To be called before the process imports gRPC, which reads this when it is loaded. The user's own choice wins."""
     os.environ.setdefault(EXPERIMENTS, _ONE_POLLER)
+
+
+def share_with_model() -> None:
+    """For a process whose model computes on a thread beside the loop: neither keeps the other from Python for long."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:

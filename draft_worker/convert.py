@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from tandem.v1 import draft_pb2, scheduler_pb2, types_pb2
 
-from draft_worker.mirrors import Close, Commit, News, Open, Source, Tail
+from draft_worker.news import Close, Commit, News, Open, Source, Tail
 
 _SOURCES = {
     types_pb2.SPECULATION_MODE_NGRAM: Source.NGRAM,

@@ -16,8 +16,11 @@ import threading
 from collections.abc import Callable
 
 from cluster.logs import event
+from draft_worker.branching import best_forks
 from draft_worker.inbox import Delivery, Inbox
-from draft_worker.mirrors import Mirror, MirrorTable, Tail
+from draft_worker.mirror import Mirror
+from draft_worker.mirrors import MirrorTable
+from draft_worker.news import News, Tail
 from draft_worker.proposer import Proposer
 
 logger = logging.getLogger(__name__)
@@ -32,8 +35,10 @@ Tails = dict[int, list[Tail]]
 class Drafter:
     """The thread's work, one round at a time; synchronous, so that tests can drive it."""
 
-    def __init__(self, proposer: Proposer, mirrors: MirrorTable) -> None:
+    def __init__(self, proposer: Proposer, mirrors: MirrorTable, num_branches: int = 0) -> None:
+        """num_branches: most other continuations that are guessed of each sequence; 0: none."""
         self.proposer = proposer
+        self._num_branches = num_branches
         self.mirrors = mirrors
         self.num_guessed = 0
         self._failures = 0
@@ -41,7 +46,9 @@ class Drafter:
     @property
     def idle(self) -> bool:
         """Whether nothing is wanted until news come."""
-        return not any(mirror.wanted > 0 for mirror in self.mirrors)
+        return not any(
+            mirror.wanted > 0 or any(branch.wanted > 0 for branch in mirror.branches) for mirror in self.mirrors
+        )
 
     def update(self, delivery: Delivery) -> Tails:
         """Apply what workers sent; the answers that can be given at once."""
@@ -49,13 +56,20 @@ class Drafter:
             self._forget(self.mirrors.drop_stream(stream))
         for stream, news in delivery.news.items():
             self._forget(self.mirrors.apply(stream, news))
-        # Every opening and commit is answered, be it with no tail at all, so that silence means trouble.
-        answers: Tails = {stream: [] for stream, news in delivery.news.items() if news.opens or news.commits}
+        # Every opening and commit is answered, be it with no tail at all, so that silence means trouble; at once,
+        # unless the next rounds bring something to say.
+        answers: Tails = {
+            stream: []
+            for stream, news in delivery.news.items()
+            if (news.opens or news.commits) and not self._will_answer(stream, news)
+        }
         return answers | self._tails(list(self.mirrors))
 
     def guess(self) -> Tails:
         """One round. Raises what the proposer raised MAX_FAILURES times in a row."""
         hungry = self.mirrors.hungry()
+        if self._num_branches and not (hungry and hungry[0].urgent) and self._fork():
+            hungry = self.mirrors.hungry()
         if not hungry:
             return {}
         before = sum(len(mirror.guess) for mirror in hungry)
@@ -66,13 +80,35 @@ class Drafter:
             event(logger, "a round failed", level=logging.ERROR, error=error, mirrors=len(hungry))
             if self._failures >= MAX_FAILURES:
                 raise
-            for mirror in hungry:
+            failed = list(dict.fromkeys(mirror.parent or mirror for mirror in hungry))
+            for mirror in failed:
                 self.mirrors.drop(mirror)
-            self._forget(hungry)
-            return {}
+            self._forget(failed)
+            return {mirror.stream: [] for mirror in failed}
         self._failures = 0
         self.num_guessed += sum(len(mirror.guess) for mirror in hungry) - before
         return self._tails(hungry)
+
+    def _fork(self) -> bool:
+        """Choose branches for the mirrors whose next draft is complete; whether there are new ones."""
+        forked = False
+        for mirror in self.mirrors:
+            if mirror.forked or not (len(mirror.guess) > mirror.max_draft or mirror.exhausted):
+                continue
+            mirror.forked = True
+            for index, token_id in best_forks(mirror, self.mirrors.odds, self._num_branches):
+                branch = mirror.fork(index, token_id)
+                if not self.proposer.fork(branch):
+                    break
+                mirror.branches.append(branch)
+                forked = True
+        return forked
+
+    def _will_answer(self, stream: int, news: News) -> bool:
+        """Whether some mirror of the news owes an answer and is to be guessed for."""
+        slots = [opening.slot for opening in news.opens] + [commit.slot for commit in news.commits]
+        mirrors = [self.mirrors.get(stream, slot) for slot in slots]
+        return any(mirror is not None and mirror.owes and mirror.wanted > 0 for mirror in mirrors)
 
     def _forget(self, gone: list[Mirror]) -> None:
         for mirror in gone:

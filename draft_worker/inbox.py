@@ -1,7 +1,8 @@
 """What workers sent and the drafting thread has not seen yet; bounded, because news of one slot merge.
 
-Per stream and slot there is at most one closing, then at most one opening, then one run of commits, which concatenate.
-A commit that does not continue what waits is a gap: it replaces the wait, and the mirror finds the gap by its base.
+MAX_SLOTS of a stream wait at most. Per stream and slot there is at most one closing, then at most one opening, then one
+run of commits, which concatenate. A commit that does not continue what waits is a gap: it replaces the wait, and the
+mirror finds the gap by its base.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 
-from draft_worker.mirrors import Close, Commit, News, Open
+from draft_worker.news import Close, Commit, News, Open
+
+MAX_SLOTS = 4096
 
 
 @dataclass(slots=True)
@@ -43,13 +46,16 @@ class Inbox:
         with self._condition:
             slots = self._waiting.setdefault(stream, {})
             for close in news.closes:
-                slots[close.slot] = _Slot(close=close)
+                if _has_room(slots, close.slot):
+                    slots[close.slot] = _Slot(close=close)
             for opening in news.opens:
-                slot = slots.setdefault(opening.slot, _Slot())
-                slot.opening, slot.commit = opening, None
+                if _has_room(slots, opening.slot):
+                    slot = slots.setdefault(opening.slot, _Slot())
+                    slot.opening, slot.commit = opening, None
             for commit in news.commits:
-                slot = slots.setdefault(commit.slot, _Slot())
-                slot.commit = _merged(slot.commit, commit)
+                if _has_room(slots, commit.slot):
+                    slot = slots.setdefault(commit.slot, _Slot())
+                    slot.commit = _merged(slot.commit, commit)
             self._condition.notify()
 
     def end_stream(self, stream: int) -> None:
@@ -73,6 +79,11 @@ class Inbox:
             waiting, self._waiting = self._waiting, {}
             ended, self._ended = self._ended, []
             return Delivery({stream: _news(slots) for stream, slots in waiting.items()}, ended, self._stopped)
+
+
+def _has_room(slots: dict[int, _Slot], slot: int) -> bool:
+    """News of a slot that is dropped leave a gap, which its mirror notices and its worker after it."""
+    return slot in slots or len(slots) < MAX_SLOTS
 
 
 def _merged(before: Commit | None, commit: Commit) -> Commit:

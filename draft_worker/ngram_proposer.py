@@ -47,6 +47,10 @@ class NgramProposer:
                 else:
                     mirror.guess.extend(run.token_ids)
 
+    def fork(self, branch: Mirror) -> bool:
+        """See Proposer. Never: what stood before is looked up in no time once it is known to be needed."""
+        return False
+
     def forget(self, mirror: Mirror) -> None:
         """See Proposer. What the sequence has put out is remembered."""
         self._indexes.pop(mirror, None)

@@ -28,6 +28,13 @@ class Proposer(Protocol):
         """
         ...
 
+    def fork(self, branch: Mirror) -> bool:
+        """Take in a branch (see mirror.py) that is about to join its parent's; whether it can be guessed for.
+
+        From then on it comes to `extend` and `forget` like any mirror.
+        """
+        ...
+
     def forget(self, mirror: Mirror) -> None:
-        """A mirror is no more; give back what is held for it."""
+        """A mirror is no more; give back what is held for it and for its branches, which it loses."""
         ...

@@ -14,9 +14,13 @@ from cluster.errors import InvalidField, NotFound, abort
 from cluster.logs import event
 from draft_worker.convert import news_from_proto, tails_to_proto
 from draft_worker.inbox import Inbox
-from draft_worker.mirrors import Tail
+from draft_worker.news import Tail
 
 logger = logging.getLogger(__name__)
+
+MAX_SLOTS = 4096
+MAX_TAILS = 8
+"""of one slot: the likeliest continuation and its branches"""
 
 
 class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
@@ -26,7 +30,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         """target is the served name of the model that is drafted for."""
         self._target = target
         self._streams = itertools.count(1)
-        self._outboxes: dict[int, _Outbox] = {}
+        self._outboxes: dict[int, Outbox] = {}
         self._closing = asyncio.Event()
         self.inbox: Inbox
 
@@ -47,7 +51,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         """One worker's stream. The first response is empty and comes at once: the worker is welcome."""
         hello = await self._hello(request_iterator, context)
         stream = next(self._streams)
-        outbox = self._outboxes[stream] = _Outbox()
+        outbox = self._outboxes[stream] = Outbox()
         event(logger, "worker linked", worker=hello.worker_id, stream=stream)
         parts = [
             asyncio.ensure_future(part)
@@ -90,26 +94,36 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         return hello
 
 
-class _Outbox:
-    """The latest tail of each slot; a slow worker never gets older ones, nor makes them pile up."""
+class Outbox:
+    """The latest tails of each slot; a slow worker never gets older ones, nor makes them pile up."""
 
     def __init__(self) -> None:
-        self._tails: dict[int, Tail] = {}
+        self._tails: dict[int, list[Tail]] = {}
         self._filled = asyncio.Event()
 
     def put(self, tails: list[Tail]) -> None:
+        """A tail takes the place of those after other tokens and of those that it only lengthens."""
         for tail in tails:
-            self._tails[tail.slot] = tail
+            if tail.slot not in self._tails and len(self._tails) >= MAX_SLOTS:
+                continue
+            at = (tail.generation, tail.base)
+            waiting = [
+                one
+                for one in self._tails.get(tail.slot, ())
+                if (one.generation, one.base) == at and one.token_ids != tail.token_ids[: len(one.token_ids)]
+            ]
+            self._tails[tail.slot] = [*waiting[-MAX_TAILS + 1 :], tail]
         self._filled.set()
 
     async def take(self) -> list[Tail]:
+        """Everything that waits, once something does; [] is an answer, too."""
         await self._filled.wait()
         self._filled.clear()
-        tails, self._tails = list(self._tails.values()), {}
-        return tails
+        waiting, self._tails = self._tails, {}
+        return [tail for tails in waiting.values() for tail in tails]
 
 
-async def _send(outbox: _Outbox, context: grpc.aio.ServicerContext, vocab_size: int) -> None:
+async def _send(outbox: Outbox, context: grpc.aio.ServicerContext, vocab_size: int) -> None:
     await context.write(draft_pb2.DraftResponse())
     while True:
         await context.write(tails_to_proto(await outbox.take(), vocab_size))

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import importlib
 import os
 import socket
 import subprocess
 import sys
+from collections.abc import Coroutine
+from typing import Any
 
 import pytest
 
@@ -122,3 +125,27 @@ def test_the_library_knows_the_choice() -> None:
         check=True,
     )  # fmt: skip
     assert "no_such" in unknown.stderr
+
+
+@pytest.mark.parametrize("service", ["worker", "draft_worker"])
+def test_processes_with_a_model_share_the_interpreter_in_short_turns(
+    service: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = importlib.import_module(f"{service}.__main__")
+    intervals = []
+
+    def run(main: Coroutine[Any, Any, int]) -> int:
+        main.close()
+        intervals.append(sys.getswitchinterval())
+        return 0
+
+    monkeypatch.setattr(event_loop, "run", run)
+    flags = {"worker": ["--model=m"], "draft_worker": ["--target=m"]}
+    monkeypatch.setattr(sys, "argv", [service, *flags[service]])
+    before = sys.getswitchinterval()
+    try:
+        assert module.main() == 0
+    finally:
+        sys.setswitchinterval(before)
+    assert intervals == [pytest.approx(event_loop.SWITCH_INTERVAL_S)]
+    assert intervals[0] < before

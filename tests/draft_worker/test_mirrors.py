@@ -133,17 +133,22 @@ def test_the_urgent_come_first_then_those_that_run_ahead(table: MirrorTable) -> 
 
 def test_tails_are_sent_in_blocks(table: MirrorTable) -> None:
     mirror = mirror_of(table)
-    assert mirror.wants_sending()
-    assert mirror.tail().token_ids == []
+    assert not mirror.wants_sending()
     sent = []
     while mirror.wanted:
         mirror.guess.append(1)
         if mirror.wants_sending():
             sent.append(len(mirror.tail().token_ids))
-    assert sent == [2, 4, 6, 8, 9]
+    assert sent == [2, 4, 9]
     mirror.commit([1])
+    assert mirror.wants_sending()
     tail = mirror.tail()
     assert (tail.base, tail.prefix_hash, tail.token_ids) == (4, prefix_hash([*PROMPT, 1]), [1] * 8)
+    # After a wrong guess there is nothing to send until there is half a draft again, or nothing more to be had.
+    mirror.commit([9])
+    assert not mirror.wants_sending()
+    mirror.exhausted = True
+    assert mirror.wants_sending()
 
 
 def test_whoever_wants_another_proposer_gets_no_mirror() -> None:
