@@ -179,6 +179,8 @@ class Connection:
 
     def __init__(self, hello: scheduler_pb2.SessionHello) -> None:
         self.hello = hello
+        self.draining = asyncio.Event()
+        """the gateway says that it takes no new requests"""
         self.submits: asyncio.Queue[scheduler_pb2.Submit] = asyncio.Queue()
         self.cancels: asyncio.Queue[scheduler_pb2.Cancel] = asyncio.Queue()
         self.outbox: asyncio.Queue[scheduler_pb2.SessionResponse | None] = asyncio.Queue()
@@ -240,6 +242,8 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     async def _read(self, connection: Connection, context: grpc.aio.ServicerContext) -> None:
         while (request := await context.read()) is not grpc.aio.EOF:
+            if request.draining:
+                connection.draining.set()
             for submit in request.submits:
                 connection.submits.put_nowait(submit)
             for cancel in request.cancels:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,8 +82,8 @@ class Worker:
                 return message.step
             self.others.append(message)
 
-    async def answer(self, step: Any, **changes: Any) -> None:
-        """Run the step as the protocol says and send its result."""
+    async def answer(self, step: Any, spoil: Callable[[Any], None] = lambda result: None, **changes: Any) -> None:
+        """Run the step as the protocol says and send its result, after `spoil` had it."""
         for slot in step.released_slots:
             self.sequences.pop(slot, None)
         for admission in step.admissions:
@@ -115,6 +116,7 @@ class Worker:
             result.num_accepted_tokens.append(0)
         for name, value in changes.items():
             setattr(result, name, value)
+        spoil(result)
         await self.call.write(scheduler_pb2.AttachRequest(result=result))
 
     async def run(self) -> None:

@@ -284,6 +284,60 @@ async def test_workers_are_told_where_draft_workers_are(served: Served) -> None:
     assert list((await worker.call.read()).draft_workers.addresses) == []
 
 
+@pytest.mark.parametrize("kind", ["gateway", "worker", "draft worker"])
+async def test_peers_of_another_cell_are_refused_by_name(served: Served, kind: str) -> None:
+    stub = scheduler_pb2_grpc.SchedulerServiceStub(served.channel)
+    term = served.cell.term
+    call, message = {
+        "gateway": (stub.Session, scheduler_pb2.SessionRequest(hello={"gateway_id": "g", "cell": "b"})),
+        "worker": (stub.Attach, scheduler_pb2.AttachRequest(hello={"worker_id": "w", "cell": "b"})),
+        "draft worker": (stub.Announce, scheduler_pb2.AnnounceRequest(hello={"worker_id": "d", "cell": "b"})),
+    }[kind]
+    message.hello.highest_term = term + 5
+    stream = call()
+    await stream.write(message)
+    assert await stream.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "hello.cell: this scheduler is of cell 'main', not 'b'" in await stream.details()
+    assert served.cell.term == term, "another cell's terms are not ours"
+
+
+async def test_a_gateway_is_told_to_drain_and_shown_doing_so(served: Served) -> None:
+    gateway, other = await served.gateway("g1"), await served.gateway("g2")
+    await gateway.send(submits=[submit(1), submit(2)])
+    await until(lambda: len(served.cell.gateways.owners) == 2)
+    await served.admin.Drain(admin_pb2.DrainRequest(gateway_id="g1"))
+    while not (await gateway.read()).drain:
+        pass
+    await other.send(draining=True)
+    await until(lambda: served.cell.gateways.sessions["g2"].gateway_draining)
+    status = await served.admin.GetStatus(admin_pb2.GetStatusRequest())
+    assert [(one.gateway_id, one.live_requests, one.draining) for one in status.gateway_sessions] == [
+        ("g1", 2, True), ("g2", 0, True),
+    ]  # fmt: skip
+    assert not any(response.drain for response in other.responses)
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({"gateway_id": "nobody"}, grpc.StatusCode.NOT_FOUND),
+        ({"scheduler": True}, grpc.StatusCode.FAILED_PRECONDITION),
+        ({"worker_id": "w1", "gateway_id": "g1"}, grpc.StatusCode.INVALID_ARGUMENT),
+    ],
+)
+async def test_what_cannot_be_drained_is_refused(served: Served, fields: Any, code: grpc.StatusCode) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await served.admin.Drain(admin_pb2.DrainRequest(**fields))
+    assert caught.value.code() is code
+    assert not served.cell.gateways.draining
+
+
+async def test_a_worker_that_was_to_be_relieved_under_an_earlier_leader_is(served: Served) -> None:
+    worker = await served.worker("w1", run=False, hello={"draining": True})
+    kinds = [(await asyncio.wait_for(worker.call.read(), 5)).WhichOneof("message") for _ in range(3)]
+    assert kinds == ["draft_workers", "drain", "drained"]
+
+
 async def test_streams_that_do_not_begin_with_hello_are_refused(served: Served) -> None:
     stub = scheduler_pb2_grpc.SchedulerServiceStub(served.channel)
     for call, message in (
