@@ -12,7 +12,7 @@ PORT ?= 50051
 DTYPE ?=
 ARGS ?=
 
-CODE := gateway scheduler worker draft_worker cluster engine cli tandem_client bench deploy examples/python tests hatch_build.py
+CODE := gateway scheduler worker draft_worker cluster engine distill cli tandem_client bench deploy examples/python tests hatch_build.py
 
 # The first Python from 3.11 on; PYTHON=… overrides.
 NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))

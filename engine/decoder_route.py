@@ -5,7 +5,7 @@ On a GPU, decode steps are replayed as CUDA graphs (`engine.cuda_graphs`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from engine.batch import Batch
 from engine.cuda_graphs import CudaRecorder, GraphedSteps, GraphLimits, Recorder, in_own_workspace
 from engine.decoder import Decoder
 from engine.decoder_spec import DecoderSpec
-from engine.decoder_weights import Checkpoint, WeightReader
+from engine.decoder_weights import Checkpoint, Weight, WeightReader
 from engine.description import Undescribed, describe
 from engine.errors import IncompleteModel, UnsupportedModel
 from engine.kernels.cpp_linear import packed_layout
@@ -53,9 +53,11 @@ class DecoderModel:
         cache: Path | None = None,
         progress: Progress | None = None,
         recorded: bool = True,
+        weights: Mapping[str, Weight] | None = None,
     ) -> None:
         """`recorder` makes graphs of decode steps of up to `max_sequences` rows; None: CUDA's on a GPU, else none.
         `recorded`: on a CPU a step's calls are made from a recording, which wrapped operations never see.
+        `weights`: all of them, as `WeightReader` names them, where they don't come from the folder.
 
         Raises IncompleteModel for a checkpoint that lacks something.
         """
@@ -76,17 +78,21 @@ class DecoderModel:
         graphs = device.type == "cuda" and not isinstance(ops, TorchOps)
         self._recorder = CudaRecorder() if recorder is None and graphs else recorder
         self._plans = StepPlanBuilder(device)
+        if weights is None:
+            weights = self._read(facts, progress, cache)
+        self._decoder = Decoder(spec, weights, ops, dtype, device, max_model_len)
+        self._forward: Callable[[Batch], torch.Tensor] = self._as_it_is
+
+    def _read(self, facts: ModelFacts, progress: Progress | None, cache: Path | None) -> Mapping[str, Weight]:
+        spec, ops, dtype, device = self._spec, self.ops, self.dtype, self.device
         if progress:
             progress("loading weights", None)
         reader = WeightReader(spec, Checkpoint(facts.folder), ops, dtype, device)
         num_bytes = facts.num_parameters * dtype.itemsize
         if isinstance(ops, CppOps) and num_bytes >= WORTH_MAPPING:
             name = entry_name(facts.content_id, dtype, packed_layout())
-            weights = mapped_weights(name, num_bytes, reader.items, cache)
-        else:
-            weights = dict(reader.items())
-        self._decoder = Decoder(spec, weights, ops, dtype, device, max_model_len)
-        self._forward: Callable[[Batch], torch.Tensor] = self._as_it_is
+            return mapped_weights(name, num_bytes, reader.items, cache)
+        return dict(reader.items())
 
     def allocate(self, num_blocks: int, block_size: int) -> None:
         """Raises ValueError for a block size that the operations don't take."""
@@ -107,6 +113,11 @@ class DecoderModel:
     def forward(self, batch: Batch) -> torch.Tensor:
         """float32 logits [L, vocab_size], valid until the next call."""
         return self._forward(batch)
+
+    def forward_with_features(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """The logits, and what the head made them of: [L, hidden] of the model's dtype, valid as long."""
+        logits = self._as_it_is(batch)
+        return logits, self._decoder.workspace.views(len(batch.token_ids), len(batch.logit_indices)).last_normed
 
     def _as_it_is(self, batch: Batch) -> torch.Tensor:
         return self._decoder.forward(self._plans.build(batch))

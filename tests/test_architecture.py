@@ -2,6 +2,7 @@
 
     row 5  */__main__, cli, bench            anything
     row 4  every other service module        own package and rows 0-3; engine only from worker and draft_worker
+           distill                           own package and engine
     row 3  */convert                         stubs and own pure modules
     row 2  cluster (no torch) | engine (no grpc), never each other
     row 1  scheduler/core, gateway/{admission,routing}, every service's config: stdlib without clocks, chance and I/O
@@ -26,7 +27,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SERVICES = ("gateway", "scheduler", "worker", "draft_worker")
-PACKAGES = (*SERVICES, "cluster", "engine", "cli", "tandem_client", "bench")
+PACKAGES = (*SERVICES, "cluster", "engine", "distill", "cli", "tandem_client", "bench")
 
 IMPURE = frozenset({"asyncio", "os", "time", "random", "logging", "socket"})
 GRPC = frozenset({"grpc", "grpc_health", "grpc_reflection", "grpc_status"})
@@ -93,7 +94,7 @@ def refusal(module: str, target: str, modules: Mapping[str, str]) -> str | None:
         return "imports are absolute and spelt out"
     if own and row(target) > level != 3:
         return f"row {level} imports only rows beneath it, not row {row(target)}"
-    if top in ("cli", "bench", "tests", *SERVICES) and not own:
+    if top in ("cli", "bench", "tests", "distill", *SERVICES) and not own:
         return "services never import services, nor what stands above them"
     if top == "tandem_client" and not own:
         return "the client library is for users"
@@ -140,6 +141,8 @@ def _row_4(module: str, target: str, modules: Mapping[str, str]) -> str | None:
     package, top = module.split(".")[0], target.split(".")[0]
     if package in ("worker", "draft_worker"):
         return None
+    if package == "distill":
+        return "distill makes models and serves nothing" if top in CLUSTER_LIBRARIES | {"cluster", "tandem"} else None
     if top == "engine":
         return "engine is imported from worker and draft_worker only"
     if top == "torch" or (top in MODEL_LIBRARIES and (package, top) != ("gateway", "transformers")):
@@ -263,6 +266,10 @@ PLANTED = [
     ("draft_worker.servicer", "from worker import tails"),
     ("tandem_client.client", "import gateway.text"),
     ("tandem_client.client", "from engine import noise"),
+    ("distill.training", "import grpc"),
+    ("distill.training", "from cluster import logs"),
+    ("distill.training", "from draft_worker import mirrors"),
+    ("draft_worker.loading", "import distill.training"),
 ]
 ALLOWED = [
     ("gateway.__main__", "import torch, engine.fake, worker.tails"),
@@ -275,6 +282,7 @@ ALLOWED = [
     ("gateway.text", "from transformers import PreTrainedTokenizerFast\nfrom gateway.admission import x"),
     ("worker.executor", "import torch\nfrom engine import sampler"),
     ("engine.runner", "import torch, os, time\nfrom engine import batch"),
+    ("distill.training", "import torch, random\nfrom engine import noise"),
     ("cluster.server", "import grpc, os\nfrom google.rpc import status_pb2\nfrom cluster import channel"),
 ]
 SYNTHETIC = {

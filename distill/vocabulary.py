@@ -1,0 +1,29 @@
+"""Which tokens a draft can guess: those that answers are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from distill.shards import Record
+
+_PROMPT_SHARE = 0.1
+"""what a token in a prompt counts beside one in an answer"""
+
+
+def frequent_token_ids(records: Sequence[Record], vocab_size: int, size: int) -> torch.Tensor:
+    """int64 [at most size], ascending. Tokens never seen come last, low ids first: a BPE's are its frequent ones."""
+    counts = torch.zeros(vocab_size, dtype=torch.float64)
+    for record in records:
+        tokens = record.tokens.long()
+        counts += _PROMPT_SHARE * torch.bincount(tokens, minlength=vocab_size)
+        counts += torch.bincount(tokens[record.predicting() + 1], minlength=vocab_size)
+    counts -= torch.arange(vocab_size) * (0.5 * _PROMPT_SHARE / vocab_size)
+    return counts.topk(min(size, vocab_size)).indices.sort().values
+
+
+def coverage(records: Sequence[Record], token_ids: torch.Tensor) -> float:
+    """The share of answers' tokens that are among these."""
+    tokens = torch.cat([record.tokens.long()[record.predicting() + 1] for record in records])
+    return float(torch.isin(tokens, token_ids).float().mean())
