@@ -1,8 +1,8 @@
 """A cell of the matrix: one load, and faults that strike it one after the other; what must hold, and how it is run.
 
-    eight clients, each asking again and again ─────────────────────▶ the last answers come
-                 │ index reached            │ noticed, lifted, settled
-                 └ strike ──────────────────┘ next strike …
+eight clients, each asking again and again ─────────────────────▶ the last answers come
+             │ index reached            │ noticed, lifted, settled
+             └ strike ──────────────────┘ next strike …
 """
 
 from __future__ import annotations
@@ -147,23 +147,24 @@ class Arena:
             usage = (answer.usage.prompt_tokens, answer.usage.completion_tokens)
             if usage != (len(record.ask.prompt), answer.num_tokens):
                 result.losses.append(f"usage {usage} with {len(record.ask.prompt)} and {answer.num_tokens} tokens")
-            result.losses += self._hangs(record)
+            result.losses += self._hangs(record, len(result.struck) if result.cell.together else 1)
             result.losses += _unexcused(record, result.struck)
         for struck in result.struck:
             if not _has_hit(struck, result.records):
                 result.losses.append(f"{struck.strike} ({struck.name}) hit nobody")
 
-    def _hangs(self, record: Record) -> list[str]:
+    def _hangs(self, record: Record, at_once: int) -> list[str]:
+        """Pauses that are too long, whatever the machine's own part in them."""
         found = []
         for start, end in record.pauses():
-            if end - start <= LONGEST_PAUSE_S:
+            if end - start <= LONGEST_PAUSE_S * at_once:
                 continue
             slow_restarts = sum(
                 max(0.0, min(end, until) - max(start, since) - QUICK_RESTART_S)
                 for since, until in self.cluster.restarting_s
                 if until > start and since < end
             )
-            if end - start > LONGEST_PAUSE_S + self.lag.between(start, end) + slow_restarts:
+            if end - start > LONGEST_PAUSE_S * at_once + self.lag.between(start, end) + slow_restarts:
                 found.append(f"nothing came for {end - start:.1f} s")
         return found
 
@@ -205,15 +206,16 @@ class _Crowd:
         """All strikes of a cell, each lifted and over."""
         result.tables_compared += await leaks.compare_tables(self._cluster)
         if cell.together:
-            await asyncio.gather(*(self._strike(strike, result) for strike in cell.strikes))
+            names = [await faults.name_of(self._cluster, one.target, one.index) for one in cell.strikes]
+            strikes = zip(cell.strikes, names, strict=True)
+            await asyncio.gather(*(self._strike(strike, name, result) for strike, name in strikes))
             return
         for strike in cell.strikes:
-            await self._strike(strike, result)
+            await self._strike(strike, await faults.name_of(self._cluster, strike.target, strike.index), result)
             result.tables_compared += await leaks.compare_tables(self._cluster)
 
-    async def _strike(self, strike: Strike, result: Result) -> None:
+    async def _strike(self, strike: Strike, name: str, result: Result) -> None:
         cluster = self._cluster
-        name = await faults.name_of(cluster, strike.target, strike.index)
         before = await faults.look_before(cluster, name)
         await self._at(strike.index, lambda: faults.apply(cluster, strike.fault, name))
         struck = Struck(strike, name, time.monotonic(), before=before)

@@ -108,7 +108,7 @@ async def noticed(cluster: Cluster, struck: Struck) -> None:
     check = _check_for(struck)
     try:
         async with asyncio.timeout(PATIENCE_S):
-            while not await check(cluster, struck):
+            while not await check(cluster, struck):  # noqa: ASYNC110
                 await asyncio.sleep(POLL_S)
     except TimeoutError:
         raise AssertionError(f"nobody noticed: {struck.strike} ({struck.name})") from None

@@ -78,7 +78,10 @@ async def find_leftovers(cluster: Cluster, before: dict[str, Rest]) -> dict[str,
         found |= await _look_at_inspected(cluster, name, role, before, present)
     for name in WORKERS:
         found |= await _look_at_inspected(cluster, name, name, before, {})
-    for name, gauge in (*((name, "tandem_gateway_requests_running") for name in GATEWAYS), (DRAFT, "tandem_draft_mirrors")):
+    for name, gauge in (
+        *((name, "tandem_gateway_requests_running") for name in GATEWAYS),
+        (DRAFT, "tandem_draft_mirrors"),
+    ):
         if held := (await cluster.metrics(name))[gauge]:
             found[f"{name}: {gauge}"] = held
         found |= _compare(name, before[name], await _rest_of(cluster, name))
@@ -109,8 +112,8 @@ def _compare(name: str, before: Rest, now: Rest) -> dict[str, Any]:
 async def compare_tables(cluster: Cluster) -> int:
     """Check what workers have of running sequences against what the leader assigned; how many could be compared.
 
-    The leader is asked before and after the workers: a sequence that it had at one place both times was there meanwhile,
-    and its table has only grown.
+    The leader is asked before and after the workers: a sequence that it had at one place both times was there
+    meanwhile, and its table has only grown.
     """
     leader, _ = await cluster.leader()
     if not leader:

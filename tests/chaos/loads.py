@@ -48,10 +48,12 @@ class Ask:
 @lru_cache(maxsize=4096)
 def fake_answer(ask: Ask) -> tuple[tuple[int, ...], ...]:
     """The tokens of each choice with the fake engine, by the harness's own loop."""
-    params = {"temperature": ask.temperature, "seed": ask.seed, "frequency_penalty": ask.penalty}
-    return tuple(
-        tuple(expected_tokens(list(ask.prompt), ask.max_tokens, choice=choice, **params)) for choice in range(ask.n)
-    )
+
+    def tokens(choice: int) -> tuple[int, ...]:
+        params = {"temperature": ask.temperature, "frequency_penalty": ask.penalty}
+        return tuple(expected_tokens(list(ask.prompt), ask.max_tokens, choice, ask.seed, **params))
+
+    return tuple(tokens(choice) for choice in range(ask.n))
 
 
 @dataclass(frozen=True, slots=True)
