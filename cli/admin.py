@@ -62,6 +62,15 @@ class DraftWorkerStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class GatewayStatus:
+    """One gateway."""
+
+    gateway_id: str
+    live_requests: int
+    draining: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Counters:
     """Totals since the scheduler's start."""
 
@@ -89,6 +98,7 @@ class CellStatus:
     workers: tuple[WorkerStatus, ...]
     draft_workers: tuple[DraftWorkerStatus, ...]
     gateways: tuple[str, ...]
+    gateway_sessions: tuple[GatewayStatus, ...]
     waiting: int
     running: int
     counters: Counters
@@ -114,9 +124,27 @@ def status(scheduler: str) -> CellStatus:
         return found
 
 
-def drain(scheduler: str, worker_id: str) -> None:
-    """Begin to drain a worker, or the whole cell if the id is empty; a standby says who leads. Raises TandemError."""
-    request = admin_pb2.DrainRequest(worker_id=worker_id)
+SCHEDULER = "scheduler"
+"""names the scheduler that is asked, to `drain`"""
+
+
+def drain(scheduler: str, name: str) -> str:
+    """Begin to drain a worker or gateway of that name, the scheduler at that address, or the whole cell if it is empty.
+
+    A standby says who leads, and that one is asked, except to drain the standby itself. Returns what is draining.
+    Raises TandemError.
+    """
+    if name == SCHEDULER:
+        _call(scheduler, "Drain", admin_pb2.DrainRequest(scheduler=True))
+        return f"the scheduler at {scheduler}"
+    if name and name in status(scheduler).gateways:
+        _drain(scheduler, admin_pb2.DrainRequest(gateway_id=name))
+        return f"gateway {name}"
+    _drain(scheduler, admin_pb2.DrainRequest(worker_id=name))
+    return f"worker {name}" if name else "the whole cell"
+
+
+def _drain(scheduler: str, request: admin_pb2.DrainRequest) -> None:
     try:
         _call(scheduler, "Drain", request)
     except TandemError as error:
@@ -137,6 +165,10 @@ def cell_status(message: admin_pb2.GetStatusResponse) -> CellStatus:
             for draft in message.draft_workers
         ),
         gateways=tuple(message.gateways),
+        gateway_sessions=tuple(
+            GatewayStatus(gateway.gateway_id, gateway.live_requests, gateway.draining)
+            for gateway in message.gateway_sessions
+        ),
         waiting=message.waiting,
         running=message.running,
         counters=Counters(**{name: getattr(message.counters, name) for name in Counters.__slots__}),

@@ -1,4 +1,4 @@
-"""`tandem drain`: take a worker, or everything, out of service gently."""
+"""`tandem drain`: take a process, or everything, out of service gently."""
 
 from __future__ import annotations
 
@@ -8,16 +8,22 @@ from cli.arguments import DEFAULT_SCHEDULER, Subparsers, add_command
 
 _EXAMPLES = """\
 examples:
-  tandem drain worker-1      its sequences finish or move; it gets nothing new
-  tandem drain               the whole cell: running requests finish, new ones are refused
+  tandem drain worker-1          it gets nothing new, its sequences move or finish, then it ends
+  tandem drain gateway-5f3a09c1  it refuses new requests and ends with its last one (`tandem status` shows names)
+  tandem drain scheduler         the one at --scheduler hands over to a standby and ends
+  tandem drain                   the whole cell: running requests finish, new ones are refused
 """
 
 
 def add_parser(commands: Subparsers) -> None:
     """Declare the command."""
-    parser = add_command(commands, "drain", run, "stop new work on a worker or the whole cell", _EXAMPLES)
+    parser = add_command(commands, "drain", run, "stop new work on a process or the whole cell", _EXAMPLES)
     parser.add_argument(
-        "worker_id", nargs="?", default="", metavar="WORKER", help="the worker (default: the whole cell)"
+        "name",
+        nargs="?",
+        default="",
+        metavar="NAME",
+        help="a worker, a gateway, or `scheduler` (default: the whole cell)",
     )
     parser.add_argument("--scheduler", default=DEFAULT_SCHEDULER, metavar="HOST:PORT", help="default %(default)s")
 
@@ -26,6 +32,5 @@ def run(args: argparse.Namespace) -> int:
     """The command; returns the exit status."""
     from cli import admin
 
-    admin.drain(args.scheduler, args.worker_id)
-    print(f"draining {args.worker_id or 'the whole cell'}")
+    print(f"draining {admin.drain(args.scheduler, args.name)}")
     return 0

@@ -174,6 +174,9 @@ def table(before: CellStatus, now: CellStatus) -> RenderableType:
                 for steps, kind in ((worker.plain_steps, ""), (worker.drafting_steps, " (with drafts)"))
                 if steps
             ]
+    for gateway in now.gateway_sessions:
+        live = f"{gateway.gateway_id}: {gateway.live_requests} live"
+        parts.append(Text(f"{live}, draining", style="yellow") if gateway.draining else Text(live))
     for draft in now.draft_workers:
         parts.append(Text(f"{draft.worker_id} drafts for {draft.model} with {draft.proposer} at {draft.address}"))
     return Group(*parts)

@@ -45,7 +45,11 @@ def cell(
         uptime_s=uptime_s,
         workers=[worker],
         draft_workers=[admin_pb2.DraftWorkerStatus(worker_id="d", model="m", address="h:1", proposer="ngram")],
-        gateways=["g"],
+        gateways=["g", "h"],
+        gateway_sessions=[
+            admin_pb2.GatewayStatus(gateway_id="g", live_requests=3),
+            admin_pb2.GatewayStatus(gateway_id="h", live_requests=1, draining=True),
+        ],
         waiting=4,
         running=2,
         counters=admin_pb2.Counters(generated_tokens=generated, drafted_tokens=drafted, accepted_tokens=accepted),
@@ -84,6 +88,7 @@ def test_the_table_has_what_an_operator_looks_for() -> None:
     text = shown(cell(10.0, 1000), cell(12.0, 1500, drafted=10, accepted=5))
     for wanted in ("w-1", "serving", "2/8", "20/100", "250.0", "12.5", "50%", "waiting 4", "d drafts for m with ngram"):
         assert wanted in text
+    assert [line.rstrip() for line in text.splitlines() if "live" in line] == ["g: 3 live", "h: 1 live, draining"]
     assert "cell main" in text
     assert "led by h:2" in text
     assert "DRAINING" not in text
