@@ -40,6 +40,8 @@ class ClusterOptions:
     max_model_len: int | None = None
     speculation: str | None = None
     max_draft_tokens: int | None = None
+    proposer: str | None = None
+    draft_vocabulary: str | None = None
     token_budget: int | None = None
     max_waiting: int | None = None
     max_concurrent_requests: int | None = None
@@ -147,6 +149,8 @@ def draft_specs(options: ClusterOptions, scheduler: str) -> list[ChildSpec]:
         ("target", options.served_model_name),
         ("target-model", options.model),
         ("draft", options.draft),
+        ("proposer", options.proposer),
+        ("vocabulary", options.draft_vocabulary),
         ("dtype", options.dtype),
         ("max-draft-tokens", options.max_draft_tokens),
         ("threads", 1),

@@ -44,6 +44,16 @@ def add_parser(commands: Subparsers) -> None:
     add("--served-model-name", metavar="NAME", help="the name that clients use (default: the model's own)")
     add("--workers", type=positive(int), default=1, metavar="N", help="processes that run the model (default 1)")
     add("--draft", default="ngram", metavar="D", help="who drafts: a folder, ngram, none, fake (default ngram)")
+    add(
+        "--proposer",
+        choices=("auto", "model", "ngram", "combined"),
+        help="how it guesses: with its model, by what stood in the text before, or by both (default: all that it has)",
+    )
+    add(
+        "--draft-vocabulary",
+        choices=("same", "intersection", "text"),
+        help="what the draft model's tokenizer is to the target's (default same); others draft by common ids, or text",
+    )
     add("--engine", choices=("transformers", "fake"), default="transformers", help="fake: no weights, for tests")
     add("--dtype", choices=("float32", "bfloat16"), help="number format of weights and KV")
     add("--device", choices=("auto", "cpu", "cuda"), help="where the model runs (default auto)")
@@ -110,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
 _PASSED_ON = (
     *("metrics_port", "state", "device", "dtype", "kv_cache_gib", "num_blocks", "block_size", "max_sequences"),
     *("max_model_len", "speculation", "max_draft_tokens", "token_budget", "max_waiting", "max_concurrent_requests"),
-    *("max_message_mib", "drain_timeout_s", "fake_step_ms", "fake_token_us"),
+    *("max_message_mib", "drain_timeout_s", "fake_step_ms", "fake_token_us", "proposer", "draft_vocabulary"),
 )
 
 

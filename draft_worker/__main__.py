@@ -75,7 +75,8 @@ async def serve(config: DraftWorkerConfig) -> int:
 
 def _drafter(config: DraftWorkerConfig) -> Drafter:
     proposer = load_proposer(config)
-    return Drafter(proposer, MirrorTable(config.max_mirrors, config.max_draft_tokens, proposer.sources))
+    mirrors = MirrorTable(config.max_mirrors, config.max_draft_tokens, proposer.sources)
+    return Drafter(proposer, mirrors, config.branches)
 
 
 async def _telemetry(config: DraftWorkerConfig, servicer: DraftServicer, drafter: Drafter) -> Telemetry | None:
@@ -85,6 +86,9 @@ async def _telemetry(config: DraftWorkerConfig, servicer: DraftServicer, drafter
     telemetry.gauge("draft_workers_linked", "Workers linked.", read=lambda: servicer.num_streams)
     telemetry.gauge("draft_mirrors", "Sequences followed.", read=lambda: len(drafter.mirrors))
     telemetry.gauge("draft_tokens_guessed", "Tokens guessed so far.", read=lambda: drafter.num_guessed)
+    telemetry.gauge(
+        "draft_branches_won", "Branches that foresaw a rejection.", read=lambda: drafter.mirrors.num_branches_won
+    )
     telemetry.gauge("draft_openings_refused", "Openings beyond max_mirrors.", read=lambda: drafter.mirrors.num_refused)
     port = await telemetry.serve(config.host, config.metrics_port)
     logs.event(logger, "metrics served", port=port)
@@ -94,6 +98,7 @@ async def _telemetry(config: DraftWorkerConfig, servicer: DraftServicer, drafter
 def main() -> int:
     """Entry point; the exit status."""
     config = load(DraftWorkerConfig, "draft_worker")
+    event_loop.share_with_model()
     logs.setup("draft_worker")
     try:
         return event_loop.run(serve(config))

@@ -16,7 +16,29 @@ class DraftWorkerConfig:
 
     target: str = field(metadata={"help": "served name of the target model", "metavar": "NAME"})
     draft: str = _setting("ngram", "folder or hub id of a small model, ngram or fake", metavar="FOLDER|ngram|fake")
+    proposer: str = _setting(
+        "auto",
+        "who guesses where a request doesn't say: the model, what stood in the text before (ngram), or that where it "
+        "is likely right and the model elsewhere (combined); auto: combined where there is a model",
+        choices=("auto", "model", "ngram", "combined"),
+    )
+    memory_tokens: int = _setting(
+        262144, "n-gram index: tokens of recent outputs that are remembered, of all tenants together; 0: none", min=0
+    )
+    memory_age_s: float = _setting(3600.0, "n-gram index: how long an output is remembered", min=0.0)
+    memory_of: str = _setting(
+        "tenants",
+        "n-gram index: whose outputs are remembered, each for itself alone: requests with a cache_salt are tenants; "
+        "all: those without one are one tenant too",
+        choices=("tenants", "all"),
+    )
     target_model: str = _setting("", "folder of the target model, whose vocabulary is compared", metavar="FOLDER")
+    vocabulary: str = _setting(
+        "same",
+        "what the draft model's tokenizer is to the target's: the same (anything else is refused), another one whose "
+        "tokens the target has too where their bytes are equal (intersection), or another one, by text",
+        choices=("same", "intersection", "text"),
+    )
     scheduler: str = _setting(
         "",
         "the scheduler to announce to; of several, comma-separated, the leader is found and followed (default "
@@ -36,6 +58,9 @@ class DraftWorkerConfig:
     device: str = _setting("auto", "where the model runs", choices=("auto", "cpu", "cuda"))
     kv_cache_gib: float = _setting(0.5, "KV memory of the mirrors", min=0.001)
     max_draft_tokens: int = _setting(8, "longest draft that is looked for at once", min=0, max=64)
+    branches: int = _setting(
+        2, "most other continuations that the model guesses of each sequence while its worker is busy", min=0, max=7
+    )
     max_mirrors: int = _setting(512, "most sequences followed at once, of all workers together", min=1)
     threads: int = _setting(0, "CPU threads of the model; 0: one per core", min=0)
     metrics_port: int = _setting(-1, "port of /metrics; 0: any free one, -1: none", min=-1, max=65535)
@@ -49,5 +74,7 @@ class DraftWorkerConfig:
 
     def validate(self) -> None:
         """Raise ValueError for what no single field shows."""
+        if self.draft == "ngram" and self.proposer in ("model", "combined"):
+            raise ValueError(f"--proposer {self.proposer} needs a model: --draft FOLDER")
         if self.state != "memory" and not self.state.startswith(("redis://", "rediss://", "unix://")):
             raise ValueError(f"--state is memory or a Redis URL such as redis://127.0.0.1:6379/0, not {self.state!r}")

@@ -6,12 +6,18 @@ import json
 import logging
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cluster.logs import event
+from draft_worker.combined_proposer import CombinedProposer
 from draft_worker.config import DraftWorkerConfig
 from draft_worker.ngram_proposer import NgramProposer
+from draft_worker.output_memory import OutputMemory
 from draft_worker.proposer import Proposer
-from engine.errors import ModelError
+from engine.errors import ModelError, VocabularyMismatch
+
+if TYPE_CHECKING:
+    from engine.batch import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -20,12 +26,19 @@ FAKE_VOCAB_SIZE = 260
 
 def load_proposer(config: DraftWorkerConfig) -> Proposer:
     """Runs on the thread that owns the proposer from then on. Raises ModelError, naming what is wrong."""
-    if config.draft == "ngram":
-        return NgramProposer()
+    if config.draft == "ngram" or config.proposer == "ngram":
+        return _index(config)
     import torch
 
     torch.set_num_threads(config.threads or _num_cores())
-    return _fake(config) if config.draft == "fake" else _model(config)
+    model = _fake(config) if config.draft == "fake" else _model(config)
+    # The fake engine is there to be known exactly: what it guesses is mixed with nothing unless that is asked for.
+    alone = config.proposer == "model" or (config.proposer == "auto" and config.draft == "fake")
+    return model if alone else CombinedProposer(_index(config), model)
+
+
+def _index(config: DraftWorkerConfig) -> NgramProposer:
+    return NgramProposer(OutputMemory(config.memory_tokens, config.memory_age_s, config.memory_of == "all"))
 
 
 def _fake(config: DraftWorkerConfig) -> Proposer:
@@ -44,7 +57,7 @@ def _fake(config: DraftWorkerConfig) -> Proposer:
         step_ms=config.fake_step_ms,
         disagreement=config.fake_disagreement,
     )
-    return ModelProposer(engine, "fake", vocab_size)
+    return ModelProposer(engine, "fake", vocab_size, runner_ups=config.branches > 0)
 
 
 def _model(config: DraftWorkerConfig) -> Proposer:
@@ -55,8 +68,13 @@ def _model(config: DraftWorkerConfig) -> Proposer:
 
     if not config.target_model:
         raise ModelError("target_model: the target's folder is needed to compare the draft model's vocabulary with it")
-    folder = resolve_model(config.draft, _progress)
-    shared = require_same_vocabulary(resolve_model(config.target_model, _progress), folder)
+    folder, target = resolve_model(config.draft, _progress), resolve_model(config.target_model, _progress)
+    shared = 0
+    if config.vocabulary == "same":
+        try:
+            shared = require_same_vocabulary(target, folder)
+        except VocabularyMismatch as error:
+            raise VocabularyMismatch(f"{error}; with --vocabulary text it can draft by its words") from None
     try:
         runner = ModelRunner.load(
             folder,
@@ -69,7 +87,27 @@ def _model(config: DraftWorkerConfig) -> Proposer:
     except ValueError as error:
         raise ModelError(str(error)) from error
     event(logger, "draft model ready", folder=folder, shared_vocabulary=shared, blocks=runner.info.num_blocks)
-    return ModelProposer(runner, folder.name, shared)
+    if config.vocabulary != "same":
+        return _foreign(config, runner, target, folder)
+    return ModelProposer(runner, folder.name, shared, runner_ups=config.branches > 0)
+
+
+def _foreign(config: DraftWorkerConfig, engine: Engine, target: Path, folder: Path) -> Proposer:
+    """A draft model with another tokenizer than its target's."""
+    from draft_worker.foreign.mapped_engine import MappedEngine, map_vocabularies
+    from draft_worker.foreign.text_proposer import TextProposer
+    from draft_worker.foreign.token_text import TokenTexts
+    from draft_worker.model_proposer import ModelProposer
+
+    of_target, of_draft = TokenTexts.load(target), TokenTexts.load(folder)
+    if config.vocabulary == "text":
+        return TextProposer(ModelProposer(engine, folder.name, engine.info.vocab_size), of_target, of_draft)
+    common = map_vocabularies(of_target, of_draft, engine.info.vocab_size)
+    event(logger, "common vocabulary", tokens=len(common.target_ids), share=round(common.share, 3))
+    if not len(common.target_ids):
+        raise VocabularyMismatch(f"{target.name} and {folder.name} have no token in common; try --vocabulary text")
+    name = f"{folder.name} by intersection"
+    return ModelProposer(MappedEngine(engine, common), name, len(common.to_draft), runner_ups=config.branches > 0)
 
 
 _last_said = [""]

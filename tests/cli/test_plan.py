@@ -42,6 +42,8 @@ FULL = options(
     max_sequences=4,
     max_model_len=512,
     max_draft_tokens=3,
+    proposer="ngram",
+    draft_vocabulary="text",
     token_budget=128,
     max_waiting=7,
     max_concurrent_requests=9,
@@ -83,6 +85,7 @@ def test_options_reach_the_services() -> None:
     assert (worker.worker_id, worker.scheduler, worker.kv_cache_gib) == ("worker-1", "127.0.0.1:7", 1.5)
     assert (worker.served_model_name, worker.dtype, worker.threads, worker.draft) == ("m", "float32", 1, "on")
     draft = loaded["draft"]
+    assert (draft.proposer, draft.vocabulary) == ("ngram", "text")
     assert (draft.target, draft.target_model, draft.draft, draft.threads) == ("m", "/models/m", "ngram", 1)
 
 

@@ -34,6 +34,9 @@ class Counting:
         for mirror in mirrors:
             mirror.guess.append(len(mirror.guess))
 
+    def fork(self, branch: Mirror) -> bool:
+        return False
+
     def forget(self, mirror: Mirror) -> None:
         self.forgotten.append(mirror)
 

@@ -13,6 +13,7 @@ import pytest
 from draft_worker.config import DraftWorkerConfig
 from draft_worker.loading import load_proposer
 from draft_worker.mirrors import Mirror
+from draft_worker.ngram_proposer import NgramProposer
 from engine.errors import ModelError, VocabularyMismatch
 
 
@@ -49,6 +50,38 @@ def test_the_fake_takes_its_targets_vocabulary(tmp_path: Path) -> None:
         proposer.extend([mirror])
     # 64 positions hold 60 known tokens and 4 guesses; one more would never be verified.
     assert len(mirror.guess) == 4
+
+
+@pytest.mark.parametrize(
+    ("draft", "proposer", "name"),
+    [
+        ("fake", "auto", "fake"),
+        ("fake", "model", "fake"),
+        ("fake", "ngram", "ngram"),
+        ("fake", "combined", "ngram+fake"),
+        ("ngram", "auto", "ngram"),
+        ("ngram", "ngram", "ngram"),
+    ],
+)
+def test_who_guesses(draft: str, proposer: str, name: str) -> None:
+    assert load_proposer(config(draft=draft, proposer=proposer)).name == name
+
+
+@pytest.mark.parametrize("proposer", ["model", "combined"])
+def test_without_a_model_none_is_asked_for(proposer: str) -> None:
+    with pytest.raises(ValueError, match="needs a model"):
+        config(draft="ngram", proposer=proposer).validate()
+
+
+def test_outputs_are_remembered_for_tenants_unless_all_is_said() -> None:
+    for flags, expected in (
+        ({}, (False, True)),
+        ({"memory_of": "all"}, (True, True)),
+        ({"memory_tokens": 0}, (False,) * 2),
+    ):
+        proposer = load_proposer(config(draft="ngram", **flags))
+        assert isinstance(proposer, NgramProposer)
+        assert (proposer.memory.serves(b""), proposer.memory.serves(b"a")) == expected
 
 
 def test_ngram_never_imports_torch() -> None:

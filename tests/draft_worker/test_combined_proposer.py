@@ -1,0 +1,145 @@
+"""Who guesses when: copies first and at once, the model elsewhere, each alone where a request says so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from draft_worker.combined_proposer import CombinedProposer
+from draft_worker.mirrors import Mirror, Source
+from draft_worker.ngram_proposer import NgramProposer
+from draft_worker.output_memory import OutputMemory
+from tests.draft_worker.mirroring import feed, mirror
+
+TEXT = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+
+
+class Scripted:
+    """Guesses 100 + position unless its script goes so far, one token a round."""
+
+    name = "scripted"
+    sources = frozenset({Source.ANY, Source.MODEL})
+
+    def __init__(self) -> None:
+        self.script: list[int] = []
+        self.rounds: list[list[int]] = []
+        self.forked: list[Mirror] = []
+        self.forgotten: list[Mirror] = []
+
+    def extend(self, mirrors: Sequence[Mirror]) -> None:
+        self.rounds.append([each.slot for each in mirrors])
+        for each in mirrors:
+            each.guess.append(self.script[each.known] if each.known < len(self.script) else 100 + each.known)
+
+    def fork(self, branch: Mirror) -> bool:
+        self.forked.append(branch)
+        return True
+
+    def forget(self, mirror: Mirror) -> None:
+        self.forgotten.append(mirror)
+
+
+def combined(memory: OutputMemory | None = None) -> tuple[CombinedProposer, Scripted]:
+    model = Scripted()
+    return CombinedProposer(NgramProposer(memory, lambda: 0.0), model), model
+
+
+def test_a_long_match_is_copied_without_the_model_and_a_short_one_is_not() -> None:
+    proposer, model = combined()
+    long, short = mirror([*TEXT, *TEXT[:4]], 0, max_draft=2), mirror([*TEXT, 0, 1, 2], 1, max_draft=2)
+    proposer.extend([long, short])
+    assert long.guess == TEXT[4:][: len(long.guess)] != []
+    assert (long.wanted, short.guess, model.rounds) == (0, [], []), "copies don't wait for a forward pass"
+    feed(proposer, [long, short])
+    assert model.rounds == [[1]] * len(short.guess)
+    assert short.guess[:2] == [112, 113]
+    assert proposer.name == "ngram+scripted"
+
+
+def test_the_model_goes_on_where_a_copy_ends() -> None:
+    """A memory's output ends; nothing matches behind it."""
+    memory = OutputMemory(1000, 60.0)
+    memory.remember(b"a", 1, TEXT, 0.0)
+    proposer, model = combined(memory)
+    followed = mirror([50, 51, *TEXT[2:7]], tenant=b"a")
+    feed(proposer, [followed])
+    assert followed.guess[:4] == [8, 9, 109, 110]
+    assert len(model.rounds) == len(followed.guess) - 2
+
+
+def test_a_request_gets_the_one_it_asks_for() -> None:
+    proposer, model = combined()
+    text = [*TEXT, *TEXT[:4]]
+    by_model = mirror(text, 0, source=Source.MODEL, max_draft=2)
+    by_index = mirror([*TEXT, 0, 2, 3], 1, source=Source.NGRAM, max_draft=2)
+    nothing = mirror([1, 2, 3], 2, source=Source.NGRAM)
+    both = mirror(text, 3, source=Source.COMBINED, max_draft=2)
+    feed(proposer, [by_model, by_index, nothing, both])
+    assert by_model.guess[:2] == [113, 114]
+    assert by_index.guess[:3] == [4, 5, 6], "a short match too, since there is nobody else"
+    assert (nothing.guess, nothing.exhausted) == ([], True)
+    assert both.guess[:2] == [5, 6]
+    assert {slot for of_round in model.rounds for slot in of_round} == {0}
+
+
+def test_a_match_that_misleads_is_no_longer_believed() -> None:
+    """After 1 2 3 4 comes another number each time, which the model knows: first the index is believed, then the model.
+
+    Nor is it copied behind the shorter matches that lead there, which are right.
+    """
+    proposer, model = combined()
+    model.script = [token_id for turn in range(40) for token_id in (1, 2, 3, 4, 900 + turn)]
+    followed = mirror(model.script[:5])
+    said = []
+    for turn in range(30):
+        for token_id in (1, 2, 3, 4):
+            followed.commit([token_id])
+            while followed.wanted:
+                proposer.extend([followed])
+        said.append(followed.guess[0] - turn)
+        followed.commit([901 + turn])
+        proposer.extend([followed])
+    assert said[0] == 900
+    assert set(said[-5:]) == {901}
+    assert proposer.trust.index(True, 4).value < 0.3 < 0.6 < proposer.trust.index(True, 3).value
+
+
+def test_the_model_is_judged_by_its_own_guesses_only() -> None:
+    proposer, _ = combined()
+    followed = mirror([1, 2, 3])
+    proposer.extend([followed])
+    assert followed.guess == [103]
+    before = proposer.trust.model(True).value
+    followed.commit([103])
+    proposer.extend([followed])
+    risen = proposer.trust.model(True).value
+    assert risen > before
+    proposer.extend([followed])
+    assert followed.guess == [104, 105]
+    followed.commit([7, 105])
+    proposer.extend([followed])
+    once = proposer.trust.model(True)
+    assert once.tries < 2 < once.tries + 0.1, "what was guessed behind a wrong token is no trial"
+    assert once.value < risen
+
+
+def test_both_forget() -> None:
+    proposer, model = combined(OutputMemory(1000, 60.0))
+    followed = mirror([50, *TEXT], num_prompt=1, tenant=b"a")
+    proposer.extend([followed])
+    proposer.forget(followed)
+    assert model.forgotten == [followed]
+    assert (proposer._said, proposer.index._indexes) == ({}, {})
+    assert proposer.index.memory.num_tokens == len(TEXT) + 1
+
+
+def test_branches_are_the_models() -> None:
+    proposer, model = combined(OutputMemory(1000, 60.0))
+    followed = mirror([50, *TEXT, *TEXT[:4]], num_prompt=1, tenant=b"a", max_draft=2)
+    feed(proposer, [followed])
+    branch = followed.fork(0, 77)
+    assert proposer.fork(branch)
+    proposer.extend([branch])
+    assert branch.guess == [77, 115]
+    proposer.forget(branch)
+    assert (model.forked, model.forgotten, proposer.index.memory.num_tokens) == ([branch], [branch], 0)
+    assert not proposer.fork(mirror(TEXT, source=Source.NGRAM).fork(0, 1))
