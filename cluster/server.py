@@ -16,6 +16,7 @@ import grpc
 from grpc_health.v1 import health_pb2_grpc
 
 from cluster.channel import KEEPALIVE_TIME_S, KEEPALIVE_TIMEOUT_S
+from cluster.decoding import RefuseUndecodable
 from cluster.health import Health
 from cluster.logs import event
 from cluster.reflection import add_reflection as add_reflection
@@ -52,10 +53,10 @@ def create_server(
 
     Two processes never share a port. A peer that is stopped or cut off is noticed after keepalive_time_s +
     keepalive_timeout_s at the latest, and its streams end; peers may ping as often as they like. Received messages are
-    limited to max_message_mib, sent ones are not.
+    limited to max_message_mib, sent ones are not. A request that is no protobuf is refused as INVALID_ARGUMENT.
     """
     return grpc.aio.server(
-        interceptors=list(interceptors),
+        interceptors=[RefuseUndecodable(), *interceptors],
         maximum_concurrent_rpcs=max_concurrent_rpcs,
         options=[
             ("grpc.so_reuseport", 0),
