@@ -38,6 +38,13 @@ def add_target(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--timeout-s", type=positive(float), metavar="S", help="give up after so many seconds")
 
 
+def served_name(text: str) -> str:
+    """A type of flags: a name that gateways can be given as NAME=FOLDER."""
+    if not text or "=" in text:
+        raise argparse.ArgumentTypeError(f"a served name is not empty and has no '=', unlike {text!r}")
+    return text
+
+
 def targets(args: argparse.Namespace) -> list[str]:
     """The gateways of a command line."""
     given: list[str] | None = args.target

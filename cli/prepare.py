@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 from cli import model_source
-from cli.arguments import Subparsers, add_command
+from cli.arguments import Subparsers, add_command, served_name
 
 _EXAMPLES = """\
 examples:
@@ -30,7 +30,8 @@ def add_parser(commands: Subparsers) -> None:
     parser = add_command(commands, "prepare", run, "get models ready and write the services' configuration", _EXAMPLES)
     add = parser.add_argument
     add("--model", default=model_source.DEFAULT, help="folder, .gguf file, hub id, or `default` (the default)")
-    add("--served-model-name", metavar="NAME", help="the name that clients use (default: the model's own)")
+    name = "the name that clients use (default: the model's own)"
+    add("--served-model-name", type=served_name, metavar="NAME", help=name)
     add("--draft", default="ngram", metavar="D", help="who drafts: a folder, ngram, none, fake (default ngram)")
     add("--engine", choices=("transformers", "fake"), default="transformers", help="fake: no weights, for tests")
     add("--to", type=Path, required=True, metavar="FILE", help="the TOML file to write")

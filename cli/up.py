@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cli import model_source, plan
-from cli.arguments import Subparsers, add_command, metrics_port, not_negative, port, positive
+from cli.arguments import Subparsers, add_command, metrics_port, not_negative, port, positive, served_name
 from cli.output import Output
 from cli.plan import ClusterOptions
 from cli.supervisor import NAME, ClusterFailed, Supervisor
@@ -41,7 +41,8 @@ def add_parser(commands: Subparsers) -> None:
     parser = add_command(commands, "up", run, "start a cluster on this machine", _EXAMPLES)
     add = parser.add_argument
     add("--model", default=model_source.DEFAULT, help="folder, .gguf file, hub id, or `default` (the default)")
-    add("--served-model-name", metavar="NAME", help="the name that clients use (default: the model's own)")
+    name = "the name that clients use (default: the model's own)"
+    add("--served-model-name", type=served_name, metavar="NAME", help=name)
     add("--workers", type=positive(int), default=1, metavar="N", help="processes that run the model (default 1)")
     add("--draft", default="ngram", metavar="D", help="who drafts: a folder, ngram, none, fake (default ngram)")
     add(

@@ -29,6 +29,8 @@ MAX_NAME_LENGTH = 256
 MAX_DRAFT_TOKENS = 64
 MAX_MESSAGES = 10_000
 PENALTY_BOUND = 2.0
+# Beyond these a float32 logit may overflow, and no token is left to choose.
+LEAST_REPETITION_PENALTY, MOST_REPETITION_PENALTY = 2.0**-20, 2.0**20
 LOGIT_BIAS_BOUND = 100.0
 _FLOAT32_MAX = 3.4028234663852886e38
 
@@ -255,7 +257,9 @@ def _check_sampling(ask: Ask, facts: ModelFacts) -> None:
     _check_range("sampling.temperature", ask.temperature, 0.0, None)
     _check_range("sampling.top_p", ask.top_p, 0.0, 1.0, above_low=True)
     _check_range("sampling.min_p", ask.min_p, 0.0, 1.0)
-    _check_range("sampling.repetition_penalty", ask.repetition_penalty, 0.0, None, above_low=True)
+    _check_range(
+        "sampling.repetition_penalty", ask.repetition_penalty, LEAST_REPETITION_PENALTY, MOST_REPETITION_PENALTY
+    )
     _check_range("sampling.presence_penalty", ask.presence_penalty, -PENALTY_BOUND, PENALTY_BOUND)
     _check_range("sampling.frequency_penalty", ask.frequency_penalty, -PENALTY_BOUND, PENALTY_BOUND)
     if ask.top_k is not None and ask.top_k < -1:

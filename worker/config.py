@@ -75,3 +75,8 @@ class WorkerConfig:
         """Raise ValueError for what no single field shows."""
         if self.state != "memory" and not self.state.startswith(("redis://", "rediss://", "unix://")):
             raise ValueError(f"--state is memory or a Redis URL such as redis://127.0.0.1:6379/0, not {self.state!r}")
+        if "=" in self.model_name:
+            raise ValueError(
+                f"a served name has no '=', unlike {self.model_name!r}, since gateways are given NAME=FOLDER: "
+                "say another one with --served-model-name"
+            )

@@ -292,3 +292,10 @@ def test_a_standby_takes_over_from_a_lost_leader(tmp_path: Path) -> None:
 def test_standbys_without_a_shared_state_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["up", "--schedulers", "2"]) != 0
     assert "--state redis://" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["up", "prepare"])
+def test_a_name_that_gateways_cannot_be_given_is_refused(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--served-model-name", "a=b"])
+    assert "a served name is not empty and has no '=', unlike 'a=b'" in capsys.readouterr().err

@@ -1,0 +1,17 @@
+"""What a worker's configuration refuses."""
+
+from __future__ import annotations
+
+import pytest
+
+from worker.config import WorkerConfig
+
+
+@pytest.mark.parametrize("fields", [{"model": "/m", "served_model_name": "a=b"}, {"model": "/models/a=b/"}])
+def test_a_name_that_gateways_cannot_be_given_is_refused(fields: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match="a served name has no '=', unlike 'a=b'"):
+        WorkerConfig(**fields).validate()
+
+
+def test_any_other_name_passes() -> None:
+    WorkerConfig(model="/models/a=b", served_model_name="a:b/c d").validate()
