@@ -2,7 +2,7 @@
 
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test check format mutants protos docs bench bench-engine gpu-check containers clean distclean
+.PHONY: help setup serve test check format mutants protos docs bench bench-engine bench-speculation gpu-check containers clean distclean
 
 # What `make serve` serves: MODEL=<folder, .gguf file or hub id>  WORKERS=2  DRAFT=<folder|ngram|none>
 MODEL ?= default
@@ -68,6 +68,9 @@ bench: setup ## CPU cost of the scheduler's core; for a running cluster see `tan
 
 bench-engine: setup ## the engine alone: step times beside the machine's floors; ARGS='--rows 1,8'
 	@.venv/bin/python -m bench.engine $(ARGS)
+
+bench-speculation: setup ## does speculation pay? Pairs with and without drafts; ARGS='--quick' or '--draft FOLDER'
+	@.venv/bin/python -m bench.speculation $(ARGS)
 
 gpu-check: setup ## on a machine with a GPU: is its path right and fast? Minutes; ARGS='--json found.json'
 	@.venv/bin/python -m bench.gpu_check $(ARGS)

@@ -1,0 +1,92 @@
+"""The benchmark of speculation on a cluster without weights: pairs, what they count, and what they are asked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from tandem.v1 import admin_pb2_grpc
+
+from bench import speculation, speculation_prompts
+from bench.speculation import Cluster, Plan, compare, plan_of
+from bench.speculation_report import Case, acceptance, differing, ratio
+from cluster.channel import connect
+from tests.integration.harness import MODEL, running
+
+SAMPLED, COPY = Case("chat", 2, 0.7, "auto"), Case("copy", 1, 0.0, "model")
+
+
+async def test_pairs_in_one_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speculation, "MODEL_NAME", MODEL)
+    async with (
+        running(
+            tmp_path, draft="fake", scheduler={"speculation": "fixed"}, num_blocks=1024, fake_step_ms=4
+        ) as under_test,
+        connect(under_test.scheduler) as channel,
+    ):
+        parts = {name: process.child.pid for name, process in under_test.processes.items()}
+        target = cast(Any, SimpleNamespace(parts=parts))
+        cluster = Cluster(target, under_test.stub(), admin_pb2_grpc.AdminServiceStub(channel))
+        runs, step_times = await compare(cluster, Plan((SAMPLED, COPY), rounds=2, requests=2, max_tokens=48))
+        await under_test.assert_baseline()
+    order = [(run.round, run.case, run.drafts) for run in runs]
+    assert order == [
+        *((1, SAMPLED, False), (1, SAMPLED, True), (1, COPY, False), (1, COPY, True)),
+        *((2, SAMPLED, True), (2, SAMPLED, False), (2, COPY, True), (2, COPY, False)),
+    ]
+    assert not any(run.errors for run in runs)
+    assert [differing(runs, case) for case in (SAMPLED, COPY)] == [0, 0]
+    assert len({run.answers_digest for run in runs}) == 3, "rounds of chat have other prompts, copying the same"
+    for run in runs:
+        assert run.output_tokens == 2 * 48
+        assert run.decode_rows > 0
+        assert bool(run.draft_budget) is run.drafts
+        assert bool(run.drafted) is run.drafts or sum(run.drafted) == 0
+        assert run.parts_cpu_s.keys() == parts.keys()
+    drafted = [run for run in runs if run.drafts]
+    assert sum(sum(run.accepted) for run in drafted) > 0
+    assert 0 < acceptance(drafted)[0] < 1
+    assert ratio(runs, SAMPLED) is not None
+    assert step_times["plain"]
+
+
+def test_prompts_are_distinct_and_held_out() -> None:
+    prompts = speculation_prompts.chat(200)
+    assert len(set(prompts)) == 200
+    assert speculation_prompts.chat(10) == prompts[:10]
+    copying = speculation_prompts.copying(45)
+    assert len(set(copying)) == 40
+    assert len({one.split("\n\n")[0] for one in copying[:8]}) == 5
+    assert speculation_prompts.digest(copying) != speculation_prompts.digest(prompts)
+
+
+def test_both_halves_have_the_same_prompts_and_rounds_others() -> None:
+    first = speculation.prompts_of(SAMPLED, 1, 3)
+    assert first == speculation.prompts_of(SAMPLED, 1, 3)
+    assert not set(first) & set(speculation.prompts_of(SAMPLED, 2, 3))
+
+
+def test_salts_never_repeat_and_seeds_are_a_pairs() -> None:
+    made = {
+        (number, drafts, index): cast(Any, speculation.request(SAMPLED, number, drafts, index, "Hi", 8))
+        for number in (1, 2)
+        for drafts in (False, True)
+        for index in (0, 1)
+    }
+    assert len({one.cache_salt for one in made.values()}) == 8
+    assert made[1, False, 0].sampling.seed == made[1, True, 0].sampling.seed != made[1, True, 1].sampling.seed
+
+
+def test_quick_is_one_pair_of_few_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["speculation", "--quick"])
+    quick = plan_of(speculation._arguments())
+    assert quick.rounds == 1
+    assert {case.workload for case in quick.cases} == {"chat", "copy"}
+    monkeypatch.setattr("sys.argv", ["speculation"])
+    whole = plan_of(speculation._arguments())
+    assert {(case.streams, case.temperature) for case in whole.cases if case.workload == "chat"} == {
+        (streams, temperature) for streams in (1, 4, 16, 64) for temperature in (0.0, 0.7)
+    }
+    assert whole.rounds == 5
