@@ -11,7 +11,6 @@ from tests.containers import images
 from tests.containers.stack import HealthChecks, Stack
 
 HERE = Path(__file__).parent
-PORTS = {"fake": 50151, "real": 50161}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -34,8 +33,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> None:
 def stack(request: pytest.FixtureRequest, built: None) -> Iterator[Stack]:
     """A stack of one worker, one gateway, two schedulers, Redis and a draft worker; gone afterwards, volumes too."""
     kind: str = request.param
-    first = PORTS[kind]
-    settings = {"TANDEM_LISTEN": f"127.0.0.1:{first}-{first + 3}"}
+    settings = {"TANDEM_LISTEN": "127.0.0.1:"}  # each gateway on any free port
     if kind == "real":
         from engine.default_model import fetch_default_model
 

@@ -8,6 +8,7 @@ import time
 import pytest
 
 from tandem_client import SyncTandemClient
+from tandem_client.types import Options
 from tests.containers import streams
 from tests.containers.images import engine, run
 from tests.containers.stack import Stack
@@ -23,7 +24,7 @@ GRACE_S = 70.0
 def address(stack: Stack) -> str:
     """Where the first gateway is published."""
     stack.until_healthy("gateway")
-    return published(stack)[0]
+    return published(stack, *stack.containers("gateway"))
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +48,9 @@ def workers(address: str) -> int:
         return client.models()[0].workers
 
 
-def published(stack: Stack) -> list[str]:
-    """HOST:PORT of each gateway."""
-    return [run(engine(), "port", one, "50051").split()[-1] for one in stack.containers("gateway")]
+def published(stack: Stack, container: str) -> str:
+    """HOST:PORT of a gateway, for clients on this machine."""
+    return run(engine(), "port", container, "50051").split()[-1]
 
 
 def test_everything_is_healthy(stack: Stack, address: str) -> None:
@@ -109,6 +110,42 @@ def test_redis_is_not_missed(stack: Stack, address: str, load: Load) -> None:
     asyncio.run(streams.run(address, load))
     stack.up(workers=2)
     stack.until_healthy("redis")
+
+
+def test_a_rolling_upgrade(stack: Stack, address: str, load: Load) -> None:
+    """As docs/containers.md has it: containers made anew, one service after the other, while streams run."""
+
+    def renew() -> None:
+        for service in ("standby", "scheduler", "draft"):
+            stack.compose("up", "-d", "--no-build", "--no-deps", "--force-recreate", service)
+
+    before = stack.containers()
+    asyncio.run(streams.run(address, load, renew))
+    for service in ("standby", "scheduler", "draft"):
+        stack.until_healthy(service)
+    assert len(set(before) - set(stack.containers())) == 3
+
+
+def test_a_killed_gateway_costs_a_pause(stack: Stack, load: Load) -> None:
+    """Clients that know another one go on there."""
+    stack.up(workers=2, gateways=2)
+    stack.until_healthy("gateway", 2)
+    first, second = stack.containers("gateway")
+    message = load.requests[0]
+    tokens: list[int] = []
+    prompt = message.text or list(message.token_ids.ids)
+    options: Options = {"temperature": message.sampling.temperature, "seed": 7, "ignore_eos": True}
+    options["max_tokens"] = message.stop.max_tokens
+    addresses = [published(stack, one) for one in (first, second)]
+    with SyncTandemClient(*addresses) as client:
+        for chunk in client.stream(prompt, **options):
+            began = not tokens
+            tokens += [token for delta in chunk.deltas for token in delta.token_ids]
+            if began:
+                stack.crash(first)
+    assert tokens == load.expected[0]
+    stack.until_healthy("gateway", 2)
+    assert stack.inspect(first)["RestartCount"] > 0, "it was the one that was killed, and it is back"
 
 
 def test_one_worker_less(stack: Stack, address: str, load: Load) -> None:
