@@ -38,8 +38,6 @@ def test_everything_copied_exists_and_is_let_in() -> None:
                 assert source == "." or any(source == one or source.startswith(f"{one}/") for one in allowed), source
                 num_checked += 1
     assert num_checked > 8
-    for one in allowed:
-        assert (ROOT / one).exists(), one
 
 
 def test_the_wheel_has_all_its_packages() -> None:
