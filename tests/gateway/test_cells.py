@@ -27,7 +27,7 @@ class FakeSession:
 
     def __init__(self, cell: str, on_models: Callable[[Sequence[ModelNews]], None], on_change: Callable[[], None]):
         self.cell, self.on_models, self.on_change = cell, on_models, on_change
-        self.up = self.draining = self.closed = False
+        self.up = self.draining = self.closed = self.draining_told = False
         self.submitted: list[LiveRequest] = []
         self.cancelled: list[LiveRequest] = []
 
@@ -43,6 +43,9 @@ class FakeSession:
 
     def cancel(self, request: LiveRequest) -> None:
         self.cancelled.append(request)
+
+    def begin_drain(self) -> None:
+        self.draining_told = True
 
     def start(self) -> None:
         pass
@@ -227,3 +230,16 @@ async def test_cells_that_are_gone_are_forgotten(bench: Bench) -> None:
     await until(lambda: kept.closed)
     bench.find(*(f"cell-{index}" for index in range(100)))
     assert len(bench.cells.sessions) == 64
+
+
+async def test_cells_beyond_the_bound_are_left_alone(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gateway.cells.MAX_CELLS", 2)
+    bench.find("c", "b", "a")
+    assert set(bench.cells.sessions) == {"a", "b"}
+
+
+async def test_every_cell_is_told_that_the_gateway_ends(bench: Bench) -> None:
+    bench.find("a")
+    bench.cells.begin_drain()
+    bench.find("a", "b")
+    assert [bench[cell].draining_told for cell in ("a", "b")] == [True, True]

@@ -23,7 +23,7 @@ from tandem.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_
 from cluster.channel import connect
 
 MODEL = "fake"
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 180.0
 
 
 @dataclass
