@@ -109,7 +109,6 @@ class Arena:
         finally:
             await gateways.close()
         for record in records:
-            assert not record.failures, f"an undisturbed call failed: {record.failures}"
             if self._oracle is not None:
                 told = tuple(tuple(record.answer.tokens[choice]) for choice in range(record.ask.n))
                 assert told == await self._oracle(record.ask), f"an undisturbed answer is wrong: {record.ask}"

@@ -38,7 +38,7 @@ WORKERS = ("worker-0", "worker-1")
 DRAFT = "draft"
 REDIS = "redis"
 POLL_S = 0.1
-PATIENCE_S = 90.0
+PATIENCE_S = 180.0
 """for what happens by itself within seconds; a loaded machine takes longer"""
 BLOCK_SIZE = 16
 RESTARTS = RestartPolicy(first_delay_s=0.2, max_delay_s=0.4)

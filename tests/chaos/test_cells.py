@@ -17,7 +17,7 @@ from tests.chaos.cluster import Options, running
 from tests.chaos.faults import FAULTS, TARGETS
 from tests.chaos.loads import LOADS
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
