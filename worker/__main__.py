@@ -17,7 +17,7 @@ from engine.errors import ModelError
 from engine.noise import choice_seed
 from worker.attachment import Attachment
 from worker.config import WorkerConfig
-from worker.drafting import DraftLink
+from worker.draft_links import DraftLinks
 from worker.executor import Executor, NoDrafting
 from worker.inspection import look
 from worker.loading import load_engine
@@ -76,7 +76,7 @@ class Worker:
         self.config = config
         self.steps = StepThread(self.send_outcome, config.hung_step_s)
         self.address = "-"
-        self.link: DraftLink | None = None
+        self.link: DraftLinks | None = None
         self.attachment: Attachment
         self.worker_id = config.worker_id or f"worker-{uuid.uuid4().hex[:8]}"
         self._ready = False
@@ -125,7 +125,7 @@ async def _build(worker: Worker) -> None:
     engine = await worker.steps.load(lambda: load_engine(config))
     limits = limits_of(engine.info)
     if config.draft == "on":
-        worker.link = DraftLink(
+        worker.link = DraftLinks(
             worker_id=worker_id,
             model=config.model_name,
             vocab_size=limits.vocab_size,

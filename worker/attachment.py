@@ -30,7 +30,7 @@ from worker.convert import (
     result_to_proto,
     step_from_proto,
 )
-from worker.drafting import DraftLink
+from worker.draft_links import DraftLinks
 from worker.executor import Executor
 from worker.stepping import StepThread, TooManySteps
 from worker.steps import Resident, StepOutcome
@@ -60,7 +60,7 @@ class Attachment:
         model: str,
         steps: StepThread,
         executor: Executor,
-        link: DraftLink | None,
+        link: DraftLinks | None,
         on_attached: Callable[[bool], None] = lambda attached: None,
     ) -> None:
         self.attached = False
@@ -200,7 +200,7 @@ class Attachment:
             if kind == "step":
                 self._take(message.step)
             elif kind == "draft_workers" and self._link is not None:
-                self._link.tails.longest_draft = message.draft_workers.max_draft_tokens
+                self._link.longest_draft = message.draft_workers.max_draft_tokens
                 self._link.set_addresses(list(message.draft_workers.addresses))
             elif kind == "drain":
                 self._to_be_relieved = True

@@ -8,6 +8,7 @@ from google.rpc import status_pb2
 from tandem.v1 import draft_pb2, scheduler_pb2, types_pb2
 
 from cluster.errors import Internal, InvalidField, to_status
+from worker.draft_news import Outgoing, Tail
 from worker.sequences import Limits
 from worker.steps import (
     NOTHING_LEFT,
@@ -21,7 +22,6 @@ from worker.steps import (
     StepOutcome,
     TokenLogprob,
 )
-from worker.tails import Outgoing, Tail
 
 
 def step_from_proto(message: scheduler_pb2.Step) -> Step:

@@ -1,7 +1,7 @@
 """The link to a draft worker: one stream, which nobody waits for.
 
-    no address ──▶ dialling ──▶ linked ──▶ broken ──▶ (back-off) ──▶ dialling the next address
-                       └────────────────────▲
+    dialling ──▶ linked ──▶ broken ──▶ (back-off) ──▶ dialling
+        └────────────────────▲
 
 The step thread only touches the tail table (worker/tails.py); this loop carries what is in it to and fro. The circuit
 breaker is the link itself: an error, the stream's end or a silence of `stall_s` after something was sent breaks it, all
@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
-import zlib
 from collections.abc import Callable
 
 import grpc
@@ -45,23 +45,23 @@ class DraftLink:
 
     def __init__(
         self,
+        address: str,
         *,
         worker_id: str,
         model: str,
         vocab_size: int,
         stall_s: float = 2.0,
         on_change: Callable[[], None] = lambda: None,
+        arrived: threading.Condition | None = None,
     ) -> None:
-        self.tails = TailTable()
+        """arrived: notified when tails come."""
+        self.tails = TailTable(arrived)
         self.drafting = False
-        self.address: str | None = None
+        self.address = address
         self._hello = draft_hello_to_proto(worker_id, model, vocab_size)
-        self._first_choice = zlib.crc32(worker_id.encode())
         self._stall_s = stall_s
         self._on_change = on_change
         self._loop = asyncio.get_running_loop()
-        self._addresses: list[str] = []
-        self._addresses_changed = asyncio.Event()
         self._noted = asyncio.Event()
         self._awaiting_since_s: float | None = None
 
@@ -90,39 +90,28 @@ class DraftLink:
 
     # ----------------------------------------------------------------------------------------------- on the event loop
 
-    def set_addresses(self, addresses: list[str]) -> None:
-        """Where draft workers are now. A link to one that is no longer listed ends."""
-        if sorted(addresses) != self._addresses:
-            self._addresses = sorted(addresses)
-            self._addresses_changed.set()
-
     async def run(self) -> None:
-        """Keep a link while there is an address; until cancelled."""
+        """Keep the link; until cancelled."""
         attempt = 0
         while True:
-            self._addresses_changed.clear()
-            if not self._addresses:
-                await self._addresses_changed.wait()
-                continue
-            self.address = self._addresses[(self._first_choice + attempt) % len(self._addresses)]
             began_s = time.monotonic()
             try:
-                await self._converse(self.address)
+                await self._converse()
             except (*STREAM_ERRORS, LinkBroken) as error:
                 if self.drafting or attempt == 0:
                     event(logger, "no drafts", level=logging.WARNING, draft_worker=self.address, why=_reason(error))
             finally:
                 self._set_linked(False)
             attempt = 0 if time.monotonic() - began_s > STEADY_AFTER_S else attempt + 1
-            try:
-                delay_s = backoff_delay_s(attempt, max_s=MAX_BACKOFF_S)
-                await asyncio.wait_for(self._addresses_changed.wait(), delay_s)
-            except TimeoutError:
-                continue
+            await asyncio.sleep(backoff_delay_s(attempt, max_s=MAX_BACKOFF_S))
 
-    async def _converse(self, address: str) -> None:
-        """One stream, from Hello until it breaks or the address is no longer listed."""
-        channel = connect(address)
+    def close(self) -> None:
+        """Nothing comes from there any more."""
+        self._set_linked(False)
+
+    async def _converse(self) -> None:
+        """One stream, from Hello until it breaks."""
+        channel = connect(self.address)
         call = draft_pb2_grpc.DraftServiceStub(channel).Draft()
         parts: list[asyncio.Task[None]] = []
         try:
@@ -134,11 +123,8 @@ class DraftLink:
                 raise LinkBroken(f"refused: {await call.details() or (await call.code()).name}")
             self._awaiting_since_s = None
             self._set_linked(True)
-            event(logger, "draft worker linked", draft_worker=address)
-            parts = [
-                asyncio.ensure_future(part)
-                for part in (self._read(call), self._write(call), self._watch(), self._unlisted(address))
-            ]
+            event(logger, "draft worker linked", draft_worker=self.address)
+            parts = [asyncio.ensure_future(part) for part in (self._read(call), self._write(call), self._watch())]
             done, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
             for part in done:
                 part.result()
@@ -175,11 +161,6 @@ class DraftLink:
             since_s = self._awaiting_since_s
             if since_s is not None and time.monotonic() - since_s > self._stall_s:
                 raise LinkBroken(f"silent for {self._stall_s:g} s")
-
-    async def _unlisted(self, address: str) -> None:
-        while address in self._addresses:
-            self._addresses_changed.clear()
-            await self._addresses_changed.wait()
 
     def _set_linked(self, linked: bool) -> None:
         if linked:

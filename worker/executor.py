@@ -39,7 +39,7 @@ class EngineBroken(RuntimeError):
 
 
 class Drafting(Protocol):
-    """Who knows drafts. Called from the executor's thread only; no call blocks or raises."""
+    """Who knows drafts. Called from the executor's thread only; no call raises, and none but `wait` blocks."""
 
     def tail(self, slot: int, tokens: list[int], limit: int) -> list[int]:
         """At most `limit` guessed tokens to follow `tokens`, all the sequence's known ones; often none."""
@@ -57,6 +57,17 @@ class Drafting(Protocol):
         """Pass on what was noted since the last flush."""
         ...
 
+    def wait(self, rows: list[tuple[Sequence, int]], before: Callable[[], None]) -> None:
+        """A step of such decode rows, each with its draft budget, is about to begin: wait for late tails while it pays.
+
+        `before` is called before a wait.
+        """
+        ...
+
+    def learn(self, outcome: StepOutcome) -> None:
+        """What came of a step of decode rows some of which had a draft budget."""
+        ...
+
 
 class NoDrafting:
     """Plain decoding."""
@@ -71,6 +82,12 @@ class NoDrafting:
         return
 
     def flush(self) -> None:
+        return
+
+    def wait(self, rows: list[tuple[Sequence, int]], before: Callable[[], None]) -> None:
+        return
+
+    def learn(self, outcome: StepOutcome) -> None:
         return
 
 
@@ -106,12 +123,18 @@ class Executor:
         for admission in step.admissions:
             self.drafting.forget(admission.slot)
             self.sequences.admit(admission)
+        speculative = any(step.max_draft_tokens) and not any(step.num_prefill_tokens)
+        if speculative:
+            self._wait_for_tails(step)
         plans = self._plan(step, settlement)
         self.drafting.flush()
         if plans:
             self._compute_all(plans, settlement)
             self._tell_drafting(plans)
-        return settlement.outcome(self._clock() - began_s)
+        outcome = settlement.outcome(self._clock() - began_s)
+        if speculative:
+            self.drafting.learn(outcome)
+        return outcome
 
     def reset(self) -> None:
         """Forget all sequences: a new leader, or the same one in a new epoch, admits anew."""
@@ -163,6 +186,14 @@ class Executor:
                 draft = self._usable(self.drafting.tail(sequence.slot, sequence.tokens, limit), limit)
         prompt_logprobs = sequence.params.prompt_logprobs is not None and start < sequence.num_prompt
         return RowPlan(row, sequence, start, num_known, draft, max_draft, samples, prompt_logprobs)
+
+    def _wait_for_tails(self, step: Step) -> None:
+        rows = []
+        for slot, max_draft in zip(step.slots, step.max_draft_tokens, strict=True):
+            sequence = self.sequences.get(slot)
+            if sequence is not None and max_draft > 0 and not sequence.ended:
+                rows.append((sequence, max_draft))
+        self.drafting.wait(rows, self._before_forward)
 
     def _usable(self, draft: list[int], limit: int) -> list[int]:
         """A draft may be anything, but it must not reach the engine with ids that do not exist."""

@@ -1,11 +1,8 @@
-"""What the worker has told its draft worker, and the tails it got back. No clock, no network; safe between two threads.
+"""What the worker has told a draft worker, and the tails it got back. No network; safe between two threads.
 
 The executor's thread says what became known (`follow`, `forget`) and takes tails (`tail`); the link's loop takes what
-is to be sent (`drain`) and brings tails in (`receive`). Each call holds the lock for microseconds.
-
-    told      |===prompt===|==output==|         length `told`; its hashes are kept for the last HASHES_KEPT lengths
-    tail                base |~~~~guess~~~~|    usable iff its generation is the slot's, hash(base) is ours and the
-    known     |===prompt===|==output==|         guess agrees with what was committed beyond base; the rest is the draft
+is to be sent (`drain`) and brings tails in (`receive`). Each call holds the lock for microseconds. What is known of a
+slot is in worker/followed.py.
 
 Everything is bounded: a slot has one pending opening or one run of pending commits, which concatenate; a run beyond
 MAX_PENDING_TOKENS drops the slot, which opens anew at its next row. So does a slot that no fresh tail has come for in
@@ -15,125 +12,37 @@ MAX_TOKENS_BEHIND tokens. At most MAX_OPENS_PER_DRAIN openings wait, since each 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
 from hashlib import blake2b
+from math import inf
 
-from engine.prefix_hash import extend, prefix_hash
+from engine.prefix_hash import prefix_hash
+from worker.draft_news import Close, Commit, Open, Outgoing, Tail
+from worker.followed import SILENT_COMMITS, Followed
 from worker.sequences import Sequence
 
-HASHES_KEPT = 128
 MAX_PENDING_TOKENS = 256
 MAX_TOKENS_BEHIND = 128
 MAX_OPENS_PER_DRAIN = 16
+LATENCIES_KEPT = 32
 MAX_IDLE_ROWS = 16
 """rows in a row without a draft budget after which a slot is closed"""
-
-
-@dataclass(frozen=True, slots=True)
-class Open:
-    """A sequence to follow."""
-
-    slot: int
-    generation: int
-    token_ids: list[int]
-    num_prompt_tokens: int
-    seed: int
-    temperature: float
-    max_draft_tokens: int
-    mode: int = 0
-    """who is to guess; as it travels"""
-    tenant: bytes = b""
-
-
-@dataclass(frozen=True, slots=True)
-class Commit:
-    """Tokens that became known after `base` others."""
-
-    slot: int
-    generation: int
-    base: int
-    token_ids: list[int]
-    prefix_hash: int
-
-
-@dataclass(frozen=True, slots=True)
-class Close:
-    """A sequence to forget."""
-
-    slot: int
-    generation: int
-
-
-@dataclass(frozen=True, slots=True)
-class Tail:
-    """A guess."""
-
-    slot: int
-    generation: int
-    base: int
-    prefix_hash: int
-    token_ids: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Outgoing:
-    """What to send, in this order."""
-
-    closes: list[Close]
-    opens: list[Open]
-    commits: list[Commit]
-
-    def __bool__(self) -> bool:
-        return bool(self.closes or self.opens or self.commits)
-
-
-@dataclass(slots=True)
-class _Followed:
-    """A slot that the draft worker follows, or will once its opening is sent."""
-
-    generation: int
-    max_draft_tokens: int
-    first_hashed: int
-    """hashes[i] is the prefix hash at length first_hashed + i"""
-    hashes: list[int]
-    opening: Open | None
-    """not sent yet; later commits go into it"""
-    pending_base: int = 0
-    pending: list[int] = field(default_factory=list)
-    heard: int = 0
-    """longest base of a tail that came; before one, the length at the opening"""
-    idle_rows: int = 0
-    tail: Tail | None = None
-
-    @property
-    def told(self) -> int:
-        return self.first_hashed + len(self.hashes) - 1
-
-    def learn(self, token_ids: list[int]) -> None:
-        """Extend the hashes; keep only the last."""
-        value = self.hashes[-1]
-        for token_id in token_ids:
-            value = extend(value, token_id)
-            self.hashes.append(value)
-        if len(self.hashes) > 2 * HASHES_KEPT:
-            dropped = len(self.hashes) - HASHES_KEPT
-            del self.hashes[:dropped]
-            self.first_hashed += dropped
-
-    def hash_at(self, length: int) -> int | None:
-        index = length - self.first_hashed
-        return self.hashes[index] if 0 <= index < len(self.hashes) else None
 
 
 class TailTable:
     """See the module's text."""
 
-    def __init__(self) -> None:
+    def __init__(self, lock: threading.Condition | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        """lock: notified when tails come; the tables of a worker share one."""
         self.longest_draft = 0
         """slots open for drafts of at least so many tokens, so that a budget that rises opens none anew"""
-        self._lock = threading.Lock()
-        self._followed: dict[int, _Followed] = {}
+        self.latencies: deque[float] = deque(maxlen=LATENCIES_KEPT)
+        """seconds from a commit that left a step without a tail to the next tail; infinite where none came in time"""
+        self._lock = lock or threading.Condition()
+        self._clock = clock
+        self._followed: dict[int, Followed] = {}
         self._generations: dict[int, int] = {}
         self._closes: dict[int, Close] = {}
         self._dirty: set[int] = set()
@@ -176,13 +85,28 @@ class TailTable:
         """The usable rest of the slot's tail after `tokens`, at most `limit` ids."""
         with self._lock:
             followed = self._followed.get(slot)
-            if followed is None or followed.tail is None:
-                return []
-            tail = followed.tail
-        offset = len(tokens) - tail.base
-        if offset < 0 or tokens[tail.base :] != tail.token_ids[:offset]:
-            return []
-        return tail.token_ids[offset : offset + limit]
+            return [] if followed is None else followed.rest(tokens, limit)
+
+    def missing_since_s(self, slot: int, tokens: list[int]) -> float | None:
+        """Where a step finds no tail: when the draft worker was told what it owes one for.
+
+        None where there is a tail, and where waiting is vain: the slot isn't open yet, or the draft worker is silent.
+        """
+        with self._lock:
+            followed = self._followed.get(slot)
+            if followed is None or followed.opening is not None or followed.silent_commits >= SILENT_COMMITS:
+                return None
+            if followed.rest(tokens, 1):
+                return None
+            followed.missed = True
+            return followed.told_s
+
+    def __contains__(self, slot: int) -> bool:
+        return slot in self._followed
+
+    def __len__(self) -> int:
+        """Slots that are followed."""
+        return len(self._followed)
 
     # --------------------------------------------------------------------------------------------- from the link's loop
 
@@ -210,6 +134,7 @@ class TailTable:
                 if followed.opening is not None:
                     opens.append(followed.opening)
                     followed.opening = None
+                    followed.told_s = self._clock()
                 elif followed.pending:
                     base, followed_hash = followed.pending_base, followed.hashes[-1]
                     commits.append(Commit(slot, followed.generation, base, followed.pending, followed_hash))
@@ -228,9 +153,15 @@ class TailTable:
                     continue
                 if followed.hash_at(tail.base) != tail.prefix_hash:
                     continue
-                followed.tail = tail
+                followed.keep(tail)
                 followed.heard = max(followed.heard, tail.base)
+                followed.silent_commits = 0
                 kept += 1
+                if followed.missed and tail.base == followed.told and tail.token_ids:
+                    followed.missed = False
+                    self.latencies.append(self._clock() - followed.told_s)
+            if kept:
+                self._lock.notify_all()
         return kept
 
     # ----------------------------------------------------------------------------------------------- with the lock held
@@ -243,7 +174,7 @@ class TailTable:
         generation = self._generations.get(slot, 0) + 1
         self._generations[slot] = generation
         tokens = list(sequence.tokens)
-        self._followed[slot] = _Followed(
+        self._followed[slot] = Followed(
             generation=generation,
             max_draft_tokens=max_draft_tokens,
             first_hashed=len(tokens),
@@ -265,7 +196,7 @@ class TailTable:
         self._closes.pop(slot, None)
         self._dirty.add(slot)
 
-    def _commit(self, followed: _Followed, sequence: Sequence) -> None:
+    def _commit(self, followed: Followed, sequence: Sequence) -> None:
         new = sequence.tokens[followed.told :]
         if not new:
             return
@@ -276,6 +207,11 @@ class TailTable:
             followed.learn(new)
             followed.heard = followed.told
             return
+        if followed.missed:
+            followed.missed = False
+            self.latencies.append(inf)
+        followed.silent_commits += 1
+        followed.told_s = self._clock()
         if not followed.pending:
             followed.pending_base = followed.told
         followed.pending.extend(new)
@@ -292,6 +228,7 @@ class TailTable:
             self._num_opening -= 1
 
     def _reset(self) -> None:
+        self._lock.notify_all()  # nothing is to be waited for any more
         # Generations go on rising: a tail of an earlier stream can't be taken for one of this.
         self._followed.clear()
         self._closes.clear()

@@ -41,7 +41,7 @@ from scheduler.servicer import SchedulerServicer
 from tests.integration.harness import MODEL
 from tests.scheduler.peers import leading
 from worker.attachment import Attachment
-from worker.drafting import DraftLink
+from worker.draft_links import DraftLinks
 from worker.executor import Executor, NoDrafting
 from worker.sequences import SequenceTable, limits_of
 from worker.stepping import StepThread
@@ -199,7 +199,7 @@ async def _worker(scheduler: str, engine: Any, drafting: bool) -> AsyncIterator[
     limits = limits_of(engine.info)
     link = None
     if drafting:
-        link = DraftLink(worker_id="w", model=MODEL, vocab_size=limits.vocab_size, on_change=send_heartbeat)
+        link = DraftLinks(worker_id="w", model=MODEL, vocab_size=limits.vocab_size, on_change=send_heartbeat)
     executor = Executor(engine, SequenceTable(limits, choice_seed), link or NoDrafting())
     steps.adopt(executor)
     parts.append(

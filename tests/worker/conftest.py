@@ -46,6 +46,12 @@ class ScriptedDrafting:
     def flush(self) -> None:
         self.flushes += 1
 
+    def wait(self, rows: Any, before: Any) -> None:
+        return
+
+    def learn(self, outcome: Any) -> None:
+        return
+
 
 @dataclass
 class Rig:

@@ -20,7 +20,7 @@ from engine.batch import Batch
 from engine.fake import FakeEngine
 from engine.noise import choice_seed
 from worker.attachment import Attachment
-from worker.drafting import DraftLink
+from worker.draft_links import DraftLinks
 from worker.executor import Executor, NoDrafting
 from worker.sequences import SequenceTable, limits_of
 from worker.stepping import StepThread
@@ -108,7 +108,7 @@ class Bench:
     steps: StepThread
     engine: GatedEngine
     executor: Executor
-    link: DraftLink | None
+    link: DraftLinks | None
     running: asyncio.Future[None]
     changes: list[bool]
 
@@ -129,7 +129,7 @@ async def bench() -> AsyncIterator[Bench]:
     engine = await steps.load(lambda: GatedEngine(num_blocks=64, block_size=4, max_sequences=8, max_model_len=128))
     executor = Executor(engine, SequenceTable(limits_of(engine.info), choice_seed), NoDrafting())
     steps.adopt(executor)
-    link = DraftLink(worker_id="w1", model="m", vocab_size=260)
+    link = DraftLinks(worker_id="w1", model="m", vocab_size=260)
     changes: list[bool] = []
     attachment = Attachment(
         leaders=Leaders([f"127.0.0.1:{port}"]),
@@ -357,8 +357,8 @@ async def test_the_list_of_draft_workers_reaches_the_link(bench: Bench) -> None:
     assert bench.link is not None
     told = scheduler_pb2.DraftWorkerList(addresses=["127.0.0.1:9", "127.0.0.1:8"], max_draft_tokens=5)
     stream.send(draft_workers=told)
-    await until(lambda: bench.link._addresses == ["127.0.0.1:8", "127.0.0.1:9"])  # type: ignore[union-attr]
-    assert bench.link.tails.longest_draft == 5
+    await until(lambda: sorted(bench.link._links) == ["127.0.0.1:8", "127.0.0.1:9"])  # type: ignore[union-attr]
+    assert bench.link.longest_draft == 5
 
 
 async def test_a_wish_to_be_relieved_outlives_the_scheduler_that_passed_it_on(bench: Bench) -> None:

@@ -21,7 +21,7 @@ from draft_worker.proposer import Proposer
 from draft_worker.servicer import DraftServicer
 from engine.fake import FakeEngine
 from engine.prefix_hash import prefix_hash
-from worker.drafting import DraftLink
+from worker.draft_links import DraftLinks
 from worker.sequences import Sequence
 from worker.steps import SamplingParams
 
@@ -89,9 +89,9 @@ async def start(servicer: Any) -> tuple[grpc.aio.Server, str]:
 
 
 @contextlib.asynccontextmanager
-async def linking(**options: Any) -> AsyncIterator[tuple[DraftLink, list[bool]]]:
+async def linking(**options: Any) -> AsyncIterator[tuple[DraftLinks, list[bool]]]:
     changes: list[bool] = []
-    link = DraftLink(
+    link = DraftLinks(
         worker_id="w", model="m", vocab_size=260, on_change=lambda: changes.append(link.drafting), **options
     )
     running = asyncio.ensure_future(link.run())
@@ -166,7 +166,7 @@ async def test_a_draft_worker_that_never_welcomes_is_not_counted_on(monkeypatch:
         assert changes == []
         link.set_addresses([at_mute, at_good])
         await until(lambda: link.drafting)
-        assert link.address == at_good
+        assert [one.address for one in link._linked()] == [at_good]
     await mute.stop(0)
     await good.stop(0)
 
@@ -191,7 +191,6 @@ async def test_another_models_draft_worker_refuses() -> None:
     server, address = await start(servicer)
     async with linking() as (link, changes):
         link.set_addresses([address])
-        await until(lambda: link.address == address)
         channel = grpc.aio.insecure_channel(address)
         call = draft_pb2_grpc.DraftServiceStub(channel).Draft()
         await call.write(draft_pb2.DraftRequest(hello=draft_pb2.DraftHello(worker_id="w", model="m", vocab_size=1)))

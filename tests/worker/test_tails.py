@@ -11,18 +11,10 @@ from draft_worker.convert import news_from_proto
 from draft_worker.mirrors import Source
 from engine.prefix_hash import prefix_hash
 from worker.convert import outgoing_to_proto
+from worker.draft_news import Close, Commit, Tail
 from worker.sequences import Sequence
 from worker.steps import SamplingParams
-from worker.tails import (
-    MAX_IDLE_ROWS,
-    MAX_OPENS_PER_DRAIN,
-    MAX_PENDING_TOKENS,
-    MAX_TOKENS_BEHIND,
-    Close,
-    Commit,
-    Tail,
-    TailTable,
-)
+from worker.tails import MAX_IDLE_ROWS, MAX_OPENS_PER_DRAIN, MAX_PENDING_TOKENS, MAX_TOKENS_BEHIND, TailTable
 
 PROMPT = [10, 11, 12, 13]
 

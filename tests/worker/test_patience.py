@@ -1,0 +1,95 @@
+"""δ as a pure function: the formula, and where it must be 0."""
+
+from __future__ import annotations
+
+from math import inf
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from worker.patience import FEW, LONGEST_S, Late, Pace, wait_s
+
+EVEN = [0.002] * 8
+
+
+def test_one_row_waits_for_a_tail_that_brings_more_than_the_time_is_worth() -> None:
+    # 100 tokens/s: 2 ms are worth 0.2 tokens.
+    assert wait_s([Late(0.0, 1.0)], EVEN, 100.0) == pytest.approx(0.002)
+    assert wait_s([Late(0.0, 0.19)], EVEN, 100.0) == 0.0
+    # What has been waited already is not waited again.
+    assert wait_s([Late(0.0015, 0.19)], EVEN, 100.0) == pytest.approx(0.0005)
+
+
+def test_nobody_waits_beside_many_rows() -> None:
+    assert wait_s([Late(0.0, 1.0)], EVEN, 100.0 * 8) == 0.0
+    # Unless many are late.
+    assert wait_s([Late(0.0, 1.0)] * 8, EVEN, 100.0 * 8) == pytest.approx(0.002)
+
+
+def test_tails_that_seldom_come_are_not_waited_for() -> None:
+    assert wait_s([Late(0.0, 1.0)], [0.002] * 4 + [inf] * 4, 100.0) == pytest.approx(0.002)
+    assert wait_s([Late(0.0, 1.0)], [0.002] + [inf] * 7, 100.0) == 0.0
+    assert wait_s([Late(0.0, 9.0)], [inf] * 8, 1.0) == 0.0
+    # It has taken longer than any that came: it won't come.
+    assert wait_s([Late(0.01, 9.0)], EVEN, 1.0) == 0.0
+
+
+def test_the_wait_ends_where_more_waiting_no_longer_pays() -> None:
+    # Six of eight come within 1 ms, the others take 30: worth 0.75 - 0.05 tokens, then 1 - 1.5.
+    latencies = [0.001] * 6 + [0.03] * 2
+    assert wait_s([Late(0.0, 1.0)], latencies, 50.0) == pytest.approx(0.001)
+    assert wait_s([Late(0.0, 1.0)], latencies, 5.0) == pytest.approx(0.03)
+
+
+def test_bounds_and_beginnings() -> None:
+    assert wait_s([], EVEN, 100.0) == 0.0
+    assert wait_s([Late(0.0, 1.0)], EVEN, 100.0, longest_s=0.001) == 0.0
+    assert wait_s([Late(0.0, 1.0)], EVEN, 100.0, longest_s=0.0) == 0.0
+    assert wait_s([Late(0.0, -1.0)], EVEN, 0.0) == 0.0
+    # Before anything is known of latencies a short wait is tried, and one slow tail is not taken for the rule.
+    assert 0 < wait_s([Late(0.0, 1.0)], [], 10.0) < 0.01
+    assert 0 < wait_s([Late(0.0, 1.0)], [9.0], 10.0) < 0.01
+    assert wait_s([Late(0.0, 1.0)], [9.0] * FEW, 10.0) == 0.0
+
+
+LATE = st.builds(Late, st.floats(0, 0.05), st.floats(-1, 4))
+LATENCIES = st.lists(st.one_of(st.floats(0, 0.1), st.just(inf)), min_size=FEW, max_size=12)
+
+
+@given(st.lists(LATE, min_size=1, max_size=6), LATENCIES, st.floats(0, 5000))
+def test_a_wait_never_costs_more_than_it_is_expected_to_bring_and_falls_with_the_load(
+    late: list[Late], latencies: list[float], rate: float
+) -> None:
+    delta = wait_s(late, latencies, rate)
+    assert 0 <= delta <= LONGEST_S
+
+    def worth(seconds: float) -> float:
+        total = -rate * seconds
+        for row in late:
+            longer = [one for one in latencies if one > row.waited_s]
+            in_time = [one for one in longer if one <= row.waited_s + seconds + 1e-9]
+            total += max(0.0, row.gain) * len(in_time) / len(longer) if longer else 0.0
+        return total
+
+    assert delta == 0 or worth(delta) > 0
+    # Nothing on a grid is better.
+    assert all(worth(index * LONGEST_S / 40) <= max(0.0, worth(delta)) + 1e-6 for index in range(41))
+    assert wait_s(late, latencies, 2 * rate + 1) <= delta + 1e-12
+
+
+def test_pace_follows_the_latest_steps() -> None:
+    pace = Pace()
+    assert (pace.tokens_per_s, pace.accepted) == (0.0, 1.0)
+    for _ in range(200):
+        pace.observe(3, 0.01, 1, 2)
+    assert pace.tokens_per_s == pytest.approx(300)
+    assert pace.accepted == pytest.approx(2, rel=0.1)
+    for _ in range(200):
+        pace.observe(1, 0.02, 0, 0)
+        pace.observe(0, 1.0, 0, 0)
+        pace.observe(1, 0.0, 0, 0)
+    assert pace.tokens_per_s == pytest.approx(50, rel=0.01)
+    for _ in range(200):
+        pace.observe(1, 0.02, 1, 0)
+    assert pace.accepted < 0.15

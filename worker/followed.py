@@ -1,0 +1,99 @@
+"""One slot that a draft worker follows: what it was told, and the tails it sent.
+
+    told      |===prompt===|==output==|         length `told`; its hashes are kept for the last HASHES_KEPT lengths
+    tail                base |~~~~guess~~~~|    usable iff its generation is the slot's, hash(base) is ours and the
+    known     |===prompt===|==output==|         guess agrees with what was committed beyond base; the rest is the draft
+
+There are several tails at a time: the likeliest continuation and branches, which differ from it from some token on, and
+older ones that still agree. Where SILENT_COMMITS in a row went unanswered, none is used or waited for: then the draft
+worker is dead or too slow, and what it once guessed is not worth a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.prefix_hash import extend
+from worker.draft_news import Open, Tail
+
+HASHES_KEPT = 128
+MAX_TAILS = 8
+SILENT_COMMITS = 2
+
+
+@dataclass(slots=True)
+class Followed:
+    """A slot that the draft worker follows, or will once its opening is sent."""
+
+    generation: int
+    max_draft_tokens: int
+    first_hashed: int
+    """hashes[i] is the prefix hash at length first_hashed + i"""
+    hashes: list[int]
+    opening: Open | None
+    """not sent yet; later commits go into it"""
+    pending_base: int = 0
+    pending: list[int] = field(default_factory=list)
+    heard: int = 0
+    """longest base of a tail that came; before one, the length at the opening"""
+    idle_rows: int = 0
+    silent_commits: int = 0
+    """commits since a tail came"""
+    told_s: float = 0.0
+    """when the opening was sent, or the last commit noted"""
+    missed: bool = False
+    """a step has looked for a tail since, and found none"""
+    tails: list[Tail] = field(default_factory=list)
+    """in the order in which they came"""
+
+    @property
+    def told(self) -> int:
+        return self.first_hashed + len(self.hashes) - 1
+
+    def learn(self, token_ids: list[int]) -> None:
+        """Extend the hashes; keep only the last."""
+        value = self.hashes[-1]
+        for token_id in token_ids:
+            value = extend(value, token_id)
+            self.hashes.append(value)
+        if len(self.hashes) > 2 * HASHES_KEPT:
+            dropped = len(self.hashes) - HASHES_KEPT
+            del self.hashes[:dropped]
+            self.first_hashed += dropped
+
+    def rest(self, tokens: list[int], limit: int) -> list[int]:
+        """The first `limit` tokens of what a tail says after `tokens`; tails that disagree with them are dropped.
+
+        The tail with the longest base counts, of equal ones the first, unless another one reaches further.
+        """
+        if self.silent_commits >= SILENT_COMMITS:
+            return []
+        known = len(tokens)
+        self.tails = [tail for tail in self.tails if _may_serve(tail, tokens)]
+        best: list[int] = []
+        for tail in sorted(self.tails, key=lambda tail: -tail.base):
+            offset = known - tail.base
+            if offset >= 0 and min(len(tail.token_ids) - offset, limit) > len(best):
+                best = tail.token_ids[offset : offset + limit]
+        return best
+
+    def keep(self, tail: Tail) -> None:
+        """A tail that only lengthens another replaces it; beyond MAX_TAILS the oldest goes."""
+        self.tails = [
+            one for one in self.tails if one.base != tail.base or one.token_ids != tail.token_ids[: len(one.token_ids)]
+        ]
+        if tail.token_ids:
+            self.tails.append(tail)
+        del self.tails[:-MAX_TAILS]
+
+    def hash_at(self, length: int) -> int | None:
+        index = length - self.first_hashed
+        return self.hashes[index] if 0 <= index < len(self.hashes) else None
+
+
+def _may_serve(tail: Tail, tokens: list[int]) -> bool:
+    """Whether something of a tail is left behind `tokens`, now or, where it is ahead of them, later."""
+    offset = len(tokens) - tail.base
+    if offset < 0:
+        return True
+    return offset < len(tail.token_ids) and tokens[tail.base :] == tail.token_ids[:offset]
