@@ -9,7 +9,7 @@ followed at; `before` leads from there to the one before it with the same hash, 
 counts is the comparison of the tokens themselves, backwards from the candidate, which also tells how long the match is.
 
 Appending is O(1) per token (a table doubles when it is full), a search compares at most MAX_CHAIN candidates of
-MAX_MATCH tokens for each size, and memory is about 30 bytes per token. The long size comes first, because common pairs
+MAX_MATCH tokens for each size, and memory is about 20 bytes per token. The long size comes first, because common pairs
 of tokens have long chains in which a long match may lie too deep.
 """
 
@@ -48,7 +48,7 @@ class _Chains:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._before = array("q")  # by position
+        self._before = array("i")  # by position
         self._resize(FIRST_SLOTS)
 
     def __len__(self) -> int:
@@ -92,7 +92,7 @@ class _Chains:
             self._before[position] = self._insert(tokens, position)
 
     def _resize(self, num_slots: int) -> None:
-        self._heads = array("q", [-1]) * num_slots
+        self._heads = array("i", [-1]) * num_slots
         self._shift = 64 - (num_slots.bit_length() - 1)
 
 

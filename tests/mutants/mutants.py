@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from crash_mutants import CRASHES
+from kernel_mutants import KERNELS
 from mutant import Mutant
+from proposer_mutants import PROPOSERS
 from speculation_mutants import SPECULATION
 
 CORE = ("tests/scheduler",)
@@ -10,7 +13,7 @@ WORKER = ("tests/worker",)
 GATEWAY = ("tests/gateway",)
 NOISE = ("tests/engine/test_noise.py", "tests/engine/test_sampler.py", "tests/engine/test_portable.py")
 
-# The C++ kernels are left out: each fault there would compile them anew. Plain torch stands for the contract.
+# Plain torch's attention; for the C++ kernels see kernel_mutants.py.
 ATTENTION = (
     "tests/engine/kernels/test_ops_attention.py::test_float64_says_the_same[torch-bf16-9x3x64]",
     "tests/engine/kernels/test_ops_attention.py::test_a_tokens_bits_are_its_own[torch-bf16-9x3x64]",
@@ -326,5 +329,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "                self._table.renew(request)",
         ("tests/gateway/test_cells.py",),
     ),
+    *CRASHES,
+    *KERNELS,
+    *PROPOSERS,
     *SPECULATION,
 )
