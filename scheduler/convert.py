@@ -18,6 +18,7 @@ RETRY_AFTER_S = 1.0
 # Every block and slot has an entry in the scheduler: more than these would stop its loop for seconds.
 MAX_BLOCKS = 1 << 22
 MAX_SEQUENCES = 1 << 16
+MAX_STEP_TIMES = 64
 
 
 def request_spec(submit: Any, gateway_id: str, now: float) -> RequestSpec:
@@ -79,6 +80,7 @@ def worker_spec(hello: Any) -> WorkerSpec:
             Resident(tuple(one.token_ids), tuple(one.block_ids), one.num_computed_tokens, one.cache_salt)
             for one in hello.residents
         ),
+        step_times=tuple((one.num_tokens, one.duration_s) for one in hello.step_times[:MAX_STEP_TIMES]),
     )
 
 

@@ -21,6 +21,7 @@ from worker.draft_links import DraftLinks
 from worker.executor import Executor, NoDrafting
 from worker.inspection import look
 from worker.loading import load_engine
+from worker.profile import StepTimes, measure_step_times, seconds_per_token
 from worker.sequences import SequenceTable, limits_of
 from worker.stepping import StepThread
 from worker.steps import StepOutcome
@@ -124,6 +125,10 @@ async def _build(worker: Worker) -> None:
     config, worker_id = worker.config, worker.worker_id
     engine = await worker.steps.load(lambda: load_engine(config))
     limits = limits_of(engine.info)
+    step_times: StepTimes = []
+    if config.profile_s > 0 and config.engine != "fake":
+        step_times = await worker.steps.load(lambda: measure_step_times(engine, config.profile_s))
+        logs.event(logger, "step times", ms={size: round(1e3 * seconds, 3) for size, seconds in step_times})
     if config.draft == "on":
         worker.link = DraftLinks(
             worker_id=worker_id,
@@ -132,6 +137,7 @@ async def _build(worker: Worker) -> None:
             stall_s=config.draft_stall_s,
             on_change=worker.send_heartbeat,
         )
+        worker.link.verify_s = seconds_per_token(step_times)
     executor = Executor(engine, SequenceTable(limits, choice_seed), worker.link or NoDrafting())
     worker.steps.adopt(executor)
     worker.attachment = Attachment(
@@ -142,6 +148,7 @@ async def _build(worker: Worker) -> None:
         steps=worker.steps,
         executor=executor,
         link=worker.link,
+        step_times=step_times,
         on_attached=worker.note_attached,
     )
 

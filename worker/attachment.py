@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import grpc
 from tandem.v1 import scheduler_pb2, scheduler_pb2_grpc
@@ -61,6 +61,7 @@ class Attachment:
         steps: StepThread,
         executor: Executor,
         link: DraftLinks | None,
+        step_times: Sequence[tuple[int, float]] = (),
         on_attached: Callable[[bool], None] = lambda attached: None,
     ) -> None:
         self.attached = False
@@ -73,6 +74,7 @@ class Attachment:
         self._fingerprint = executor.engine.info.fingerprint
         self._limits = executor.sequences.limits
         self._link = link
+        self._step_times = step_times
         self._on_attached = on_attached
         self._term = 0
         self._epoch = 0
@@ -174,6 +176,7 @@ class Attachment:
             limits=self._limits,
             highest_term=self._highest_term,
             residents=residents,
+            step_times=self._step_times,
         )
         async with asyncio.timeout(WELCOME_TIMEOUT_S):
             await call.write(hello)

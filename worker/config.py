@@ -56,6 +56,9 @@ class WorkerConfig:
     port: int = _setting(-1, "port of the health service; 0: any free one, -1: none", min=-1, max=65535)
     draft: str = _setting("on", "whether draft workers are used", choices=("on", "off"))
     draft_stall_s: float = _setting(2.0, "a draft worker that is silent for so long is left alone", min=0.05)
+    profile_s: float = _setting(
+        1.0, "longest that step times are measured at start, for draft budgets; 0: not at all", min=0.0
+    )
     hung_step_s: float = _setting(30.0, "a step longer than this counts as hung", min=0.1)
     drain_timeout_s: float = _setting(60.0, "longest wait to be relieved when told to stop", min=0.0)
     fake_step_ms: float = _setting(0.0, "fake engine: time of one step", min=0.0)

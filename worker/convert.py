@@ -72,6 +72,7 @@ def hello_to_proto(
     cell: str,
     draining: bool,
     residents: Iterable[Resident],
+    step_times: Iterable[tuple[int, float]] = (),
 ) -> scheduler_pb2.AttachRequest:
     """The first message of an attach stream. `cell`: the one that is meant, empty for any."""
     hello = scheduler_pb2.WorkerHello(
@@ -87,6 +88,7 @@ def hello_to_proto(
         highest_term=highest_term,
         cell=cell,
         draining=draining,
+        step_times=[scheduler_pb2.StepTime(num_tokens=size, duration_s=seconds) for size, seconds in step_times],
         residents=[
             scheduler_pb2.ResidentSequence(
                 token_ids=resident.token_ids,

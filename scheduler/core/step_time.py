@@ -14,6 +14,9 @@ regression by pooling adjacent violators; Ayer et al. 1955).
       │   ·  ·                     below the first: down by the mean slope, or the prior one before two are known
       └───────┴─┴────┴──────┴───── n
 
+Before the first step a worker measures sizes that double (`begin_with`), with short contexts and nothing beside it:
+that gives the curve its shape wherever no step has been seen, scaled to those that have.
+
 A step with drafts is measured apart from a plain one: the draft worker may share the processor with the target, and
 then n tokens take longer while it works. Where one of the two curves has not been measured, the other stands in
 (`completed`): above, scaled by their ratio at the last size known; below, as it is, unless that is too much. So a small
@@ -129,6 +132,7 @@ class StepTimes:
     def __init__(self) -> None:
         self._buckets: dict[int, _Bucket] = {}
         self._observed = 0
+        self._start = Curve()
         self._curve: Curve | None = Curve()
 
     def observe(self, num_tokens: int, duration_s: float) -> None:
@@ -145,6 +149,12 @@ class StepTimes:
         bucket.last = self._observed
         self._curve = None
 
+    def begin_with(self, times: Iterable[tuple[int, float]]) -> None:
+        """What was measured before the first step, (tokens, seconds): the shape where no step has been seen yet."""
+        sound = {size: seconds for size, seconds in times if size >= 1 and isfinite(seconds) and seconds > 0}
+        self._start = fit((float(size), sound[size], 1.0) for size in sorted(sound))
+        self._curve = None
+
     @property
     def observed(self) -> int:
         """How many steps were measured."""
@@ -156,5 +166,5 @@ class StepTimes:
         if self._curve is None:
             points = [bucket for _, bucket in sorted(self._buckets.items())]
             sure = [bucket for bucket in points if len(bucket.durations) >= SAMPLES_NEEDED]
-            self._curve = fit(bucket.point(self._observed) for bucket in sure or points)
+            self._curve = completed(fit(bucket.point(self._observed) for bucket in sure or points), self._start)
         return self._curve

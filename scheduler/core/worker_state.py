@@ -36,6 +36,8 @@ class WorkerSpec:
     max_model_len: int
     vocab_size: int = 0
     residents: tuple[Resident, ...] = ()
+    step_times: tuple[tuple[int, float], ...] = ()
+    """(tokens, seconds) of plain steps, as measured when the worker started"""
 
 
 @dataclass(slots=True, eq=False)
@@ -78,6 +80,7 @@ class WorkerState:
         pool = BlockPool(spec.num_blocks, spec.block_size)
         slots = list(range(spec.max_sequences - 1, -1, -1))
         worker = cls(worker_id, spec, pool, slots)
+        worker.speculation.plain_times.begin_with(spec.step_times)
         # The worker keeps old sequences in its slots until told otherwise.
         worker.released_slots = list(range(spec.max_sequences)) if spec.residents else []
         adopted: dict[int, None] = {}

@@ -154,3 +154,20 @@ def test_the_other_curve_lends_its_shape() -> None:
     assert completed(drafting, plain).at(32) == pytest.approx(0.040 * 0.034 / plain.at(8))
     assert completed(Curve(), plain) == plain
     assert completed(plain, Curve()) == plain
+
+
+def test_the_profile_is_the_curve_until_steps_are_seen_and_their_shape_elsewhere() -> None:
+    times = StepTimes()
+    times.begin_with([(1, 0.010), (4, 0.016), (2, 0.012), (8, 0.024), (3, nan), (5, -1.0), (0, 1.0)])
+    assert times.curve == Curve((1.0, 2.0, 4.0, 8.0), (0.010, 0.012, 0.016, 0.024))
+    # Real steps take half as long again, whatever the size.
+    for _ in range(SAMPLES_KEPT):
+        times.observe(2, 0.018)
+    assert times.curve.at(2) == pytest.approx(0.018)
+    assert times.curve.at(8) == pytest.approx(0.036)
+    # What is known below is not made slower without need: see `completed`.
+    assert 0.010 <= times.curve.at(1) <= 0.018
+    for _ in range(SAMPLES_KEPT):
+        times.observe(8, 0.020)
+    assert times.curve.at(8) == pytest.approx(0.020)
+    assert times.observed == 2 * SAMPLES_KEPT
