@@ -67,6 +67,18 @@ def test_who_is_to_guess_reaches_the_draft_worker(table: TailTable) -> None:
     ]
 
 
+def test_a_salt_names_a_tenant_and_goes_nowhere_itself(table: TailTable) -> None:
+    for slot, salt in enumerate(("", "secret", "secret", "other")):
+        admitted = sequence(slot)
+        admitted.cache_salt = salt
+        table.follow(admitted, 4)
+    message = outgoing_to_proto(table.drain())
+    nameless, first, same, other = (opening.tenant for opening in news_from_proto(message).opens)
+    assert nameless == b""
+    assert first == same != other != b""
+    assert b"secret" not in message.SerializeToString()
+
+
 def test_opening_then_commits(table: TailTable) -> None:
     followed = sequence()
     table.follow(followed, 4)
