@@ -54,6 +54,18 @@ def connect(
     )
 
 
+def abandon(call: Any) -> None:
+    """Cancel a streaming call for good; harmless on one that is over.
+
+    After a failed write grpcio takes a call for ended and no longer cancels it in its core. If messages were still
+    unread, the call stays there, with them and the task that waits for its status, as long as the process lives.
+    """
+    call.cancel()
+    inner = getattr(call, "_cython_call", None)
+    if inner is not None:
+        inner.cancel("abandoned")
+
+
 def backoff_delay_s(attempt: int, *, first_s: float = 0.1, max_s: float = 2.0, chance: float | None = None) -> float:
     """Seconds to wait before attempt number `attempt` (from 0): doubling from `first_s`, never above `max_s`.
 

@@ -8,7 +8,7 @@ import logging
 import grpc
 from tandem.v1 import scheduler_pb2_grpc
 
-from cluster.channel import connect
+from cluster.channel import abandon, connect
 from cluster.leaders import Leaders
 from cluster.logs import event
 from draft_worker.convert import hello_to_proto, sign_of_life_to_proto
@@ -90,7 +90,7 @@ class Announcement:
             for part in parts:
                 part.cancel()
             await asyncio.gather(*parts, return_exceptions=True)
-            call.cancel()
+            abandon(call)
             await channel.close()
 
     async def _read(self, call: grpc.aio.StreamStreamCall) -> None:

@@ -195,7 +195,7 @@ class Session:
                     raise
                 raise SessionRefused(str(why) if isinstance(why, SessionRefused) else "writing failed") from why
             finally:
-                call.cancel()
+                channel.abandon(call)
                 for part in parts:
                     part.cancel()
                 await asyncio.gather(*parts, return_exceptions=True)

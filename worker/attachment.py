@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 import grpc
 from tandem.v1 import scheduler_pb2, scheduler_pb2_grpc
 
-from cluster.channel import connect
+from cluster.channel import abandon, connect
 from cluster.leaders import Leaders
 from cluster.logs import event
 from worker.convert import (
@@ -160,7 +160,7 @@ class Attachment:
             for part in parts:
                 part.cancel()
             await asyncio.gather(*parts, return_exceptions=True)
-            call.cancel()
+            abandon(call)
             await channel.close()
 
     async def _introduce(self, call: grpc.aio.StreamStreamCall, residents: list[Resident]) -> None:

@@ -20,7 +20,7 @@ from collections.abc import Callable
 import grpc
 from tandem.v1 import draft_pb2, draft_pb2_grpc
 
-from cluster.channel import backoff_delay_s, connect
+from cluster.channel import abandon, backoff_delay_s, connect
 from cluster.logs import event
 from worker.convert import draft_hello_to_proto, outgoing_to_proto, tails_from_proto
 from worker.sequences import Sequence
@@ -132,7 +132,7 @@ class DraftLink:
             for part in parts:
                 part.cancel()
             await asyncio.gather(*parts, return_exceptions=True)
-            call.cancel()
+            abandon(call)
             await channel.close()
 
     async def _read(self, call: grpc.aio.StreamStreamCall) -> None:

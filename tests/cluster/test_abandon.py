@@ -1,0 +1,56 @@
+"""A call whose write failed while messages were unread: grpcio alone keeps it for ever."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import pytest
+from tandem.v1 import scheduler_pb2, scheduler_pb2_grpc
+
+from cluster.channel import abandon, connect
+from cluster.inspection import open_tasks
+from cluster.server import bind, create_server
+
+STATUS = "_AioCall._handle_status_once_received"
+MESSAGES = 50
+
+
+class Talkative(scheduler_pb2_grpc.SchedulerServiceServicer):
+    """Says much that nobody reads."""
+
+    def __init__(self) -> None:
+        self.has_spoken = asyncio.Event()
+
+    async def Session(self, request_iterator: object, context: grpc.aio.ServicerContext) -> None:
+        for _ in range(MESSAGES):
+            await context.write(scheduler_pb2.SessionResponse())
+        self.has_spoken.set()
+        await asyncio.Event().wait()
+
+
+async def test_an_abandoned_call_leaves_nothing() -> None:
+    servicer, server = Talkative(), create_server()
+    scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(servicer, server)
+    port = bind(server, "127.0.0.1", 0)
+    await server.start()
+    channel = connect(f"127.0.0.1:{port}")
+    call = scheduler_pb2_grpc.SchedulerServiceStub(channel).Session()
+    await call.write(scheduler_pb2.SessionRequest())
+    await call.read()
+    await asyncio.wait_for(servicer.has_spoken.wait(), 30)
+    assert open_tasks()[STATUS] == 1
+    await server.stop(0)
+    with pytest.raises((grpc.RpcError, asyncio.InvalidStateError)):
+        await asyncio.wait_for(_write_on(call), 30)
+    abandon(call)
+    abandon(call)
+    await channel.close()
+    async with asyncio.timeout(30):
+        while STATUS in open_tasks():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def _write_on(call: grpc.aio.StreamStreamCall) -> None:
+    while True:
+        await call.write(scheduler_pb2.SessionRequest())
