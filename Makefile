@@ -2,7 +2,7 @@
 
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test check format mutants protos docs bench bench-engine bench-speculation gpu-check containers clean distclean
+.PHONY: help setup serve test check format mutants protos docs bench bench-engine bench-speculation chaos soak gpu-check containers clean distclean
 
 # What `make serve` serves: MODEL=<folder, .gguf file or hub id>  WORKERS=2  DRAFT=<folder|ngram|none>
 MODEL ?= default
@@ -11,6 +11,8 @@ DRAFT ?= ngram
 PORT ?= 50051
 DTYPE ?=
 ARGS ?=
+# How long `make soak` goes on.
+MINUTES ?= 60
 
 CODE := gateway scheduler worker draft_worker cluster engine distill cli tandem_client bench deploy examples/python tests hatch_build.py
 
@@ -71,6 +73,15 @@ bench-engine: setup ## the engine alone: step times beside the machine's floors;
 
 bench-speculation: setup ## does speculation pay? Pairs with and without drafts; ARGS='--quick' or '--draft FOLDER'
 	@.venv/bin/python -m bench.speculation $(ARGS)
+
+chaos: setup ## every fault of every process under every load, by the fake engine and a real one; about an hour
+	@.venv/bin/python -m tests.chaos.run matrix $(ARGS)
+	@.venv/bin/python -m tests.chaos.run recovery $(ARGS)
+	@.venv/bin/python -m tests.chaos.run matrix --real $(ARGS)
+	@TANDEM_CHAOS_TIMED=1 .venv/bin/python -m pytest -q tests/chaos/test_namespaces.py
+
+soak: setup ## random faults for so long; MINUTES=60, ARGS='--seed 1'
+	@.venv/bin/python -m tests.chaos.run soak --minutes '$(MINUTES)' $(ARGS)
 
 gpu-check: setup ## on a machine with a GPU: is its path right and fast? Minutes; ARGS='--json found.json'
 	@.venv/bin/python -m bench.gpu_check $(ARGS)

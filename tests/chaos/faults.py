@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.chaos.cluster import DRAFT, GATEWAYS, PATIENCE_S, POLL_S, REDIS, WORKERS, Cluster
+from tests.chaos.cluster import GATEWAYS, PATIENCE_S, POLL_S, REDIS, WORKERS, Cluster
 
 FAULTS = ("kill", "term", "stop", "cut", "slow")
 """SIGKILL; SIGTERM; SIGSTOP, later SIGCONT; all links a black hole; every message 200 ms late"""
@@ -54,15 +54,11 @@ class Struck:
 
 
 async def name_of(cluster: Cluster, target: str, index: int = 0) -> str:
-    """The process that a target is at this moment; of two that are alike, `index` chooses."""
-    if target == "leader":
-        return (await cluster.settled())[0]
-    return {
-        "worker": WORKERS[index % len(WORKERS)],
-        "gateway": GATEWAYS[index % len(GATEWAYS)],
-        "draft": DRAFT,
-        "redis": REDIS,
-    }.get(target, target)
+    """The process that a target is at this moment; of two that are alike, `index` chooses. A link is two names."""
+    if target.startswith("leader"):
+        return target.replace("leader", (await cluster.settled())[0])
+    alike = {"worker": WORKERS[index % len(WORKERS)], "gateway": GATEWAYS[index % len(GATEWAYS)]}
+    return alike.get(target, target)
 
 
 async def look_before(cluster: Cluster, name: str) -> dict[str, Any]:
@@ -71,7 +67,7 @@ async def look_before(cluster: Cluster, name: str) -> dict[str, Any]:
     return {
         "leader": leader,
         "term": status.term if status is not None else 0,
-        "restarts": cluster.restarts(name) if name != REDIS else 0,
+        "restarts": cluster.restarts(name) if name in cluster.names else 0,
         "away": sum(cluster.said(one, "the shared state is away") for one in ("scheduler-0", "scheduler-1")),
         "held": cluster.board.held[name],
     }
@@ -124,7 +120,7 @@ def _check_for(struck: Struck) -> _Check:
         return _was_held
     if target == "redis":
         return _redis_is_away
-    if target == "leader" or struck.name.startswith("scheduler"):
+    if target.startswith("leader"):
         return _another_leads
     if fault in ("kill", "term"):
         return _is_back

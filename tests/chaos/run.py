@@ -156,6 +156,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.run")
     parser.add_argument("what", choices=("matrix", "recovery", "soak"))
     parser.add_argument("--real", action="store_true", help="the default model's weights, in float32; pairwise")
+    parser.add_argument("--pairwise", action="store_true", help="the fifteen cells of the ordinary suite")
     parser.add_argument("--only", default="", metavar="TEXT", help="only cells whose description has it")
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--seed", type=int, default=int(time.time()))
@@ -173,7 +174,9 @@ def main(arguments: list[str]) -> int:
     elif args.what == "recovery":
         verdict, chosen = Verdict(f"recovery, {model}"), recovery_cells(args.times)
     else:
-        verdict, chosen = Verdict(f"matrix, {model}"), pairwise_cells() if args.real else every_cell()
+        pairwise = args.real or args.pairwise
+        verdict = Verdict(f"{'pairs' if pairwise else 'matrix'}, {model}")
+        chosen = pairwise_cells() if pairwise else every_cell()
     asyncio.run(
         run_all((cell for cell in chosen if args.only in str(cell)), verdict, options, timed=args.what != "soak")
     )

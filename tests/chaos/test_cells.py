@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from tests.chaos import cells
-from tests.chaos.cells import Arena, Cell, every_cell, pairwise_cells
+from tests.chaos.cells import Arena, Cell, cut_off_from_redis, every_cell, pairwise_cells
 from tests.chaos.cluster import Options, running
 from tests.chaos.faults import FAULTS, TARGETS
 from tests.chaos.loads import LOADS
@@ -42,7 +42,7 @@ async def test_the_matrix_is_whole() -> None:
     assert set(found) >= set(product(FAULTS, TARGETS, LOADS))
 
 
-@pytest.mark.parametrize("cell", pairwise_cells(), ids=str)
+@pytest.mark.parametrize("cell", [*pairwise_cells(), cut_off_from_redis("plain")], ids=str)
 async def test_no_stream_is_lost(arena: Arena, cell: Cell) -> None:
     result = await arena.run(cell)
     assert not result.losses
