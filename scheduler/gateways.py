@@ -76,7 +76,8 @@ class Gateways:
         owner = Owner((session.gateway_id, message.handle), message.request_id, message.attempt)
         try:
             crashes = self._settle_ownership(owner)
-            spec = replace(spec, crashes=max(spec.crashes, crashes))
+            if crashes > spec.crashes:
+                spec = replace(spec, crashes=crashes)
             if self.draining and not spec.resumed:
                 raise Refusal(RefusalKind.DRAINING, "the cell is draining")
             self._core.submit(spec, now)

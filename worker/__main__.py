@@ -29,7 +29,7 @@ from worker.steps import StepOutcome
 logger = logging.getLogger("worker")
 
 HEALTH_PERIOD_S = 0.25
-GIVE_UP_TIMES = 2.0
+GIVE_UP_TIMES = 4.0
 """a step that has hung for so many times as long as makes it count as hung won't end: only a new process has the device
 again, and a supervisor starts one"""
 
@@ -108,10 +108,10 @@ class Worker:
             await self.attachment.drain(self.config.drain_timeout_s)
 
     async def report_health(self, health: Health) -> None:
-        """Alive while no step hangs, SERVING while it is also attached. Raises StepHangs where a step won't end."""
+        """Alive while no step hangs, SERVING while it also takes new work. Raises StepHangs where a step won't end."""
         while True:
             alive = not self.steps.hung()
-            serving = alive and self.attachment.attached
+            serving = alive and self.attachment.attached and not self.attachment.to_be_relieved
             health.set_alive(alive)
             health.set("", serving)
             health.set(self.config.model_name, serving)

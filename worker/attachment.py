@@ -82,7 +82,7 @@ class Attachment:
         self._highest_term = 0
         self._outbox: asyncio.Queue[scheduler_pb2.AttachRequest] = asyncio.Queue()
         self._draining = False
-        self._to_be_relieved = False
+        self.to_be_relieved = False
         """an operator wants it so; whichever scheduler comes next is told"""
         self._drained = asyncio.Event()
         self._ended = asyncio.Event()
@@ -171,7 +171,7 @@ class Attachment:
             boot_id=boot_id,
             model=model,
             cell=self._leaders.cell,
-            draining=self._to_be_relieved,
+            draining=self.to_be_relieved,
             fingerprint=self._fingerprint,
             limits=self._limits,
             highest_term=self._highest_term,
@@ -206,7 +206,7 @@ class Attachment:
                 self._link.longest_draft = message.draft_workers.max_draft_tokens
                 self._link.set_addresses(list(message.draft_workers.addresses))
             elif kind == "drain":
-                self._to_be_relieved = True
+                self.to_be_relieved = True
             elif kind == "drained":
                 event(logger, "relieved")
                 self._drained.set()

@@ -162,3 +162,17 @@ async def test_a_step_that_never_ends_is_told_and_ends_the_process() -> None:
             assert await asyncio.wait_for(child.wait(), 60) == 1
         assert child.stderr is not None
         assert "a step has run for" in (await child.stderr.read()).decode()
+
+
+async def test_a_worker_that_is_to_be_relieved_is_not_ready() -> None:
+    async with scheduling() as (scheduler, at), process(*FAKE, f"--scheduler={at}", "--port=0") as child:
+        assert child.stdout is not None
+        address = (await asyncio.wait_for(child.stdout.readline(), 60)).decode().split()[2]
+        await scheduler.next("hello")
+        async with grpc.aio.insecure_channel(address) as channel:
+            ready = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service="readiness"))
+            while (await ready.read()).status != health_pb2.HealthCheckResponse.SERVING:
+                pass
+            scheduler.outgoing.put_nowait(scheduler_pb2.AttachResponse(drain=scheduler_pb2.WorkerDrain()))
+            assert (await ready.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+            ready.cancel()
