@@ -106,8 +106,10 @@ class Leadership:
             message = f"a standby of cell {self._cell_name}; {self.view.leader or 'nobody'} leads it"
             raise errors.Unavailable(message, RETRY_AFTER_S, reason="NOT_LEADER", term=self.view.term, **leader)
 
-    def require_standby(self) -> None:
-        """Raise TandemError unless somebody else leads, or could at once."""
+    async def require_standby(self) -> None:
+        """Raise TandemError unless somebody else leads, or could; the store is asked, as one may have just come."""
+        if self.view.leading:
+            await self._ask()
         if self.view.leading and len(self.view.schedulers) < 2:
             message = f"there is no standby that cell {self._cell_name} could be handed over to"
             raise errors.TandemError(grpc.StatusCode.FAILED_PRECONDITION, "NO_STANDBY", message)

@@ -189,18 +189,18 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
 
     async def Drain(self, request: Any, context: Any) -> Any:
         try:
-            what = self._drain(request)
+            what = await self._drain(request)
         except errors.TandemError as error:
             await errors.abort(context, error)
         event(logger, "drain asked", of=what)
         return admin_pb2.DrainResponse()
 
-    def _drain(self, request: Any) -> str:
+    async def _drain(self, request: Any) -> str:
         """What is draining now, for the log."""
         if sum((bool(request.worker_id), bool(request.gateway_id), request.scheduler)) > 1:
             raise errors.InvalidField("worker_id", "at most one of worker_id, gateway_id and scheduler can be set")
         if request.scheduler:
-            self._leadership.require_standby()
+            await self._leadership.require_standby()
             self._stop()
             return "this scheduler"
         self._leadership.require()
