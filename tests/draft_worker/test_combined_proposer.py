@@ -89,17 +89,20 @@ def test_a_match_that_misleads_is_no_longer_believed() -> None:
     proposer, model = combined()
     model.script = [token_id for turn in range(40) for token_id in (1, 2, 3, 4, 900 + turn)]
     followed = mirror(model.script[:5])
-    said = []
+    assert proposer.trust.prefers_index(True, 4)
+    said: dict[int, list[int]] = {token_id: [] for token_id in (1, 2, 3, 4)}
     for turn in range(30):
         for token_id in (1, 2, 3, 4):
             followed.commit([token_id])
+            followed.guess.clear()
             while followed.wanted:
                 proposer.extend([followed])
-        said.append(followed.guess[0] - turn)
+            assert followed.guess[: 4 - token_id] == [1, 2, 3, 4][token_id:]
+            said[token_id].append(followed.guess[4 - token_id] - turn)
         followed.commit([901 + turn])
         proposer.extend([followed])
-    assert said[0] == 900
-    assert set(said[-5:]) == {901}
+    for of_token in said.values():
+        assert set(of_token[-5:]) == {901}
     assert proposer.trust.index(True, 4).value < 0.3 < 0.6 < proposer.trust.index(True, 3).value
 
 
