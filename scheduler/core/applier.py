@@ -74,7 +74,8 @@ def apply_outcome(scheduler: Scheduler, worker: WorkerState, outcome: StepOutcom
     worker.speculation.observe(step, outcome)
     updates: list[Update | Failure] = []
     tokens, finish = outcome.token_ids, outcome.finish
-    plain = not (outcome.logprobs or outcome.prompt_logprobs or outcome.errors or outcome.num_drafted)
+    plain = not (outcome.logprobs or outcome.prompt_logprobs or outcome.errors)
+    num_drafted = outcome.num_drafted
     generated = start = 0
     rows = zip(step.sequences, outcome.num_tokens, step.num_prefill, step.reserved, strict=True)
     for row, (sequence, count, prefill, reserved) in enumerate(rows):
@@ -97,6 +98,9 @@ def apply_outcome(scheduler: Scheduler, worker: WorkerState, outcome: StepOutcom
             if sequence.computed >= sequence.register_at:
                 register_full_blocks(sequence, worker.pool)
             ended = finish[row]
+            if num_drafted and num_drafted[row]:
+                sequence.drafted += num_drafted[row]
+                sequence.accepted += outcome.num_accepted[row]
             if plain:
                 if count or ended:
                     updates.append(Update(sequence, first - sequence.num_prompt, new, ended))
@@ -112,6 +116,8 @@ def apply_outcome(scheduler: Scheduler, worker: WorkerState, outcome: StepOutcom
             scheduler.settle(worker, sequence)
     worker.generated_tokens += generated
     scheduler.counters.generated_tokens += generated
+    scheduler.counters.drafted_tokens += sum(num_drafted)
+    scheduler.counters.accepted_tokens += sum(outcome.num_accepted)
     return updates
 
 
@@ -136,16 +142,11 @@ def _release_choices(scheduler: Scheduler, sequence: Sequence) -> None:
 def _report(
     scheduler: Scheduler, sequence: Sequence, outcome: StepOutcome, row: int, first: int, new: list[int]
 ) -> list[Update | Failure]:
-    """The news of a row that may carry log-probabilities, drafts or an error."""
+    """The news of a row that may carry log-probabilities or an error."""
     request = sequence.request
     if row in outcome.errors:
         refusal = Refusal(RefusalKind.WORKER_ERROR, "the worker could not compute it", detail=outcome.errors[row])
         return [scheduler.fail_request(request, refusal)]
-    if outcome.num_drafted:
-        sequence.drafted += outcome.num_drafted[row]
-        sequence.accepted += outcome.num_accepted[row]
-        scheduler.counters.drafted_tokens += outcome.num_drafted[row]
-        scheduler.counters.accepted_tokens += outcome.num_accepted[row]
     position, entries = outcome.prompt_logprobs.get(row, (0, []))
     if entries:
         # After a preemption the prompt is computed again; what was delivered once is not delivered twice.

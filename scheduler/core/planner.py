@@ -84,6 +84,7 @@ class Planner:
         budgets = draft_budgets(worker, decodes, self._config)
         sequences, slots, new_blocks = step.sequences, step.slots, step.new_blocks
         num_draft, reserved = step.num_draft, step.reserved
+        drafting = 0
         for sequence, k in zip(decodes, budgets, strict=False):
             if sequence.slot is None:  # preempted by a row before it
                 continue
@@ -94,7 +95,7 @@ class Planner:
             if k:
                 most = sequence.request.spec.max_draft_tokens
                 k = min(k, budget - 1, k if most is None else most)
-                worker.draft_budget += k
+                drafting += k
             horizon = sequence.horizon + 1 + k
             if horizon <= sequence.capacity:
                 new_blocks.append(NO_BLOCKS)
@@ -102,7 +103,7 @@ class Planner:
                 blocks = grow_table(sequence, worker.pool, horizon)
                 if blocks is None:
                     horizon -= k
-                    worker.draft_budget -= k
+                    drafting -= k
                     k = 0
                     blocks = self._make_room(worker, sequence, horizon)
                     if blocks is None:
@@ -118,6 +119,7 @@ class Planner:
             reserved.append(1 + k)
         step.num_prefill.extend([0] * len(sequences))
         worker.decode_rows += len(sequences)
+        worker.draft_budget += drafting
         return budget
 
     def _make_room(self, worker: WorkerState, sequence: Sequence, horizon: int) -> list[int] | None:

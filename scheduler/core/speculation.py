@@ -20,6 +20,7 @@ The caller passes steps and their outcomes; time comes in only as their duration
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -91,6 +92,8 @@ class Speculation:
         """by whether the temperature is 0"""
         self._asked = self._came = 0.0
         self._plans = 0
+        self._chooses = False
+        """whether budgets are chosen here; with fixed ones nothing needs to be learned"""
         self._until = PLAIN_STEPS
         self._wait = PROBE_WAIT // 2
         self._on_since: int | None = None
@@ -113,17 +116,18 @@ class Speculation:
             self.gain = 1.0
             return None
         self._plans += 1
+        self._chooses = True
         if self._rests(decodes):
             return None
+        if self.phase is Phase.PROBING and self._plans < self._until:
+            return self._probe(decodes, room, config.max_draft_tokens)
         survivals = self._survivals(decodes, config.max_draft_tokens)
         if not any(survivals):
             return None
-        if self.phase is Phase.PROBING and self._plans < self._until:
-            return self._probe(survivals, room)
         if self.phase is Phase.ON and self._plans >= self._until:
             self._enter(Phase.MEASURING, PLAIN_STEPS)
             return None
-        return self._look(decodes, survivals, Load(num_rows, num_other_tokens, room))
+        return self._look(decodes, survivals, Load(num_rows, num_other_tokens, room), config.max_draft_tokens)
 
     def _rests(self, decodes: list[Sequence]) -> bool:
         """Whether there is nothing to decide: the step is plain. Cheap."""
@@ -137,7 +141,9 @@ class Speculation:
         another = decodes[-1].sequence_id != self._newest and self._plans - self._looked_at_plan > num_rows // 8
         return not (fewer or another)
 
-    def _look(self, decodes: list[Sequence], survivals: list[list[float]], load: Load) -> list[int] | None:
+    def _look(
+        self, decodes: list[Sequence], survivals: list[list[float]], load: Load, max_draft_tokens: int
+    ) -> list[int] | None:
         """Choose; switch on or off accordingly."""
         self._looked_at_rows, self._looked_at_plan = load.num_rows, self._plans
         self._newest = decodes[-1].sequence_id
@@ -163,7 +169,7 @@ class Speculation:
             return chosen.drafts
         if self.phase is Phase.OFF and self._plans >= self._until:
             self._enter(Phase.PROBING, PROBE_STEPS)
-            return self._probe(survivals, load.max_draft_tokens)
+            return self._probe(decodes, load.max_draft_tokens, max_draft_tokens)
         if self.phase is not Phase.OFF:
             self._switch_off()
         return None
@@ -179,14 +185,19 @@ class Speculation:
         self.phase = phase
         self._until = self._plans + num_plans
 
-    def _probe(self, survivals: list[list[float]], room: int) -> list[int]:
-        """A short budget for a few rows, others each time."""
-        drafts = [0] * len(survivals)
-        may = [row for row, positions in enumerate(survivals) if positions]
-        first = self._until % len(may)
-        for row in (may[first:] + may[:first])[:PROBE_ROWS]:
-            drafts[row] = min(PROBE_TOKENS, len(survivals[row]), room)
-            room -= drafts[row]
+    def _probe(self, decodes: list[Sequence], room: int, max_draft_tokens: int) -> list[int]:
+        """A short budget for a few rows, others each time. Costs by those few."""
+        num_rows = len(decodes)
+        drafts = [0] * num_rows
+        found, first = 0, self._until % num_rows
+        for row in (*range(first, num_rows), *range(first)):
+            k = min(PROBE_TOKENS, _most(decodes[row], max_draft_tokens), room)
+            if k > 0:
+                drafts[row] = k
+                room -= k
+                found += 1
+                if found == PROBE_ROWS:
+                    break
         return drafts
 
     @staticmethod
@@ -222,8 +233,7 @@ class Speculation:
                 positions = common[greedy]
             else:
                 positions = survival(shifted(curves[greedy], state.evidence.odds_ratio))
-            left = sequence.limit - len(sequence.token_ids) - sequence.sampling_in_flight - 1  # type: ignore[operator]
-            most = left if spec.max_draft_tokens is None else min(left, spec.max_draft_tokens)
+            most = _most(sequence, max_draft_tokens)
             survivals.append(positions if most >= max_draft_tokens else positions[: max(0, most)])
         return survivals
 
@@ -238,8 +248,13 @@ class Speculation:
                 self.drafting_times.observe(outcome.num_model_tokens, outcome.duration_s)
             elif self._plain_in_a_row > SETTLING_STEPS:
                 self.plain_times.observe(outcome.num_model_tokens, outcome.duration_s)
-        if drafted:
+        if drafted and self._chooses:
             self._observe_drafts(step, outcome)
+        elif drafted and outcome.num_drafted:
+            for (verified, accepted), count in Counter(
+                zip(outcome.num_drafted, outcome.num_accepted, strict=True)
+            ).items():
+                self.totals.observe(verified, accepted, count)
 
     def _observe_drafts(self, step: Step, outcome: StepOutcome) -> None:
         num_positions = max(step.num_draft)
@@ -296,6 +311,13 @@ class Speculation:
     def acceptance(self, greedy: bool, num_positions: int) -> list[float]:
         """P(right | those before it are right) by position, as expected now."""
         return self._curves[greedy].conditional(num_positions)
+
+
+def _most(sequence: Sequence, max_draft_tokens: int) -> int:
+    """Draft tokens that a row may have at most: no token may be its last but one, and its request may want fewer."""
+    left = sequence.limit - len(sequence.token_ids) - sequence.sampling_in_flight - 1  # type: ignore[operator]
+    wanted = sequence.request.spec.max_draft_tokens
+    return min(left, max_draft_tokens) if wanted is None else min(left, max_draft_tokens, wanted)
 
 
 def _end_probe(state: RowDrafts, right: bool) -> None:
