@@ -28,8 +28,8 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.nn import functional
 
+from engine.kernels.torch_tiles import apply
 from engine.packed_linear import PackedEmbedding, PackedHead, PackedLayer
 
 TILE_ROWS = 16
@@ -37,11 +37,6 @@ TILE_ROWS = 16
 
 HEAD_SLICE = 2048
 """Rows of the output embedding turned into float32 at a time: 4.5 MiB at width 576, which stays in cache."""
-
-_VECTOR = 64
-"""Elements: a multiple of what any torch vector path handles at once (2 × 512 bits of bfloat16)."""
-_PIECE = 32768 - _VECTOR
-"""Elements: below torch's grain size, so one thread computes a piece whole."""
 
 _ACTIVATIONS = (nn.SiLU, nn.GELU, nn.ReLU, nn.Tanh, nn.Sigmoid, nn.Mish, nn.LeakyReLU, nn.Softplus)
 
@@ -148,18 +143,7 @@ class TiledActivation(nn.Module):
         self.activation = activation
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        num_elements = x.numel()
-        flat = x.reshape(num_elements)
-        num_padded = -(-num_elements // _VECTOR) * _VECTOR
-        if num_padded != num_elements:
-            flat = functional.pad(flat, (0, num_padded - num_elements))
-        elif not flat.is_contiguous():
-            flat = flat.contiguous()
-        if num_padded <= _PIECE:
-            out = self.activation(flat)
-        else:
-            out = torch.cat([self.activation(piece) for piece in flat.split(_PIECE)])
-        return out[:num_elements].view(x.shape)
+        return apply(self.activation, x)
 
 
 class TiledNorm(nn.Module):

@@ -189,12 +189,18 @@ def _build(compiler: str, path: Path, progress: Progress | None) -> None:
     def compile_one(job: tuple[str, Path, tuple[str, ...]]) -> str:
         nonlocal num_done
         name, source, flags = job
-        target = str(Path(folder) / f"{name}.o")
-        _run([compiler, *_FLAGS, *_QUIET, *flags, "-c", str(source), "-o", target])
+        target = Path(folder) / f"{name}.o"
+        command = [compiler, *_FLAGS, *_QUIET, *flags]
+        kept = _kept_object(command, source)
+        if kept is None or not kept.is_file():
+            _run([*command, "-c", str(source), "-o", str(target)])
+            if kept is not None:
+                shutil.copy(target, kept.with_suffix(".partial"))
+                kept.with_suffix(".partial").rename(kept)
         with telling:
             num_done += 1
             tell()
-        return target
+        return str(target if kept is None else kept)
 
     telling = Lock()
     tell()
@@ -204,6 +210,16 @@ def _build(compiler: str, path: Path, progress: Progress | None) -> None:
         libraries = Path(torch.__file__).parent / "lib"
         _run([compiler, "-shared", "-o", str(shared), *objects, f"-L{libraries}", "-ltorch_cpu", "-lc10", "-pthread"])
         shared.rename(path)
+
+
+def _kept_object(command: list[str], source: Path) -> Path | None:
+    """Where a compiled source is kept, by what went into it; None if it isn't."""
+    folder = os.environ.get("TANDEM_KERNEL_OBJECTS")
+    if folder is None:
+        return None
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    read = subprocess.run([*command, "-E", "-P", str(source)], capture_output=True, check=False).stdout
+    return Path(folder) / f"{hashlib.sha256(repr(command).encode() + read).hexdigest()[:16]}.o"
 
 
 def _run(command: list[str]) -> None:

@@ -68,7 +68,7 @@ def products(tiles: torch.Tensor, weight: torch.Tensor) -> Iterator[tuple[slice,
 
 
 def apply(function: Function, x: torch.Tensor) -> torch.Tensor:
-    """An elementwise function of float32 x, of x's shape."""
+    """An elementwise function of x, of x's shape and dtype."""
     num_elements = x.numel()
     # Fresh memory, so that its start is aligned, filled up to whole vectors.
     flat = x.new_zeros(-(-num_elements // _VECTOR) * _VECTOR)

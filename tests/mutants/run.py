@@ -21,18 +21,27 @@ from mutants import MUTANTS
 ROOT = Path(__file__).resolve().parents[2]
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv", ".cache", "__pycache__", ".*_cache", ".hypothesis", "*.egg-info")
 TIMEOUT_S = 240
+KERNELS_TIMEOUT_S = 900
+"""the first faulty kernel compiles all of them, the others only what changed"""
 
 
-def run_tests(copy: Path, tests: tuple[str, ...]) -> tuple[bool, str]:
-    """Whether the tests pass in the copy, and the last lines they printed."""
+def run_tests(copy: Path, tests: tuple[str, ...], *, own_kernels: bool = False) -> tuple[bool, str]:
+    """Whether the tests pass in the copy, and the last lines they printed. `own_kernels`: compiled from the copy, and
+    kept out of the user's cache.
+    """
     environment = os.environ | {"PYTHONPATH": f"{copy}:{copy / 'protos'}", "PYTHONDONTWRITEBYTECODE": "1"}
+    timeout_s = TIMEOUT_S
+    if own_kernels:
+        environment["TANDEM_CACHE"] = str(copy.parent / "cache")
+        environment["TANDEM_KERNEL_OBJECTS"] = str(copy.parent / "objects")
+        timeout_s = KERNELS_TIMEOUT_S
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", *tests]
     try:
         done = subprocess.run(
-            command, cwd=copy, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+            command, cwd=copy, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
         )
     except subprocess.TimeoutExpired:
-        return False, f"timed out after {TIMEOUT_S} s"
+        return False, f"timed out after {timeout_s} s"
     if done.returncode not in (0, 1):
         raise SystemExit(f"pytest could not run {' '.join(tests)}:\n{done.stdout}\n{done.stderr}")
     failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
@@ -64,7 +73,7 @@ def main(names: list[str]) -> int:
         for mutant in chosen:
             began = time.monotonic()
             before = plant(copy, mutant)
-            green, first = run_tests(copy, mutant.tests)
+            green, first = run_tests(copy, mutant.tests, own_kernels="/csrc/" in mutant.file)
             (copy / mutant.file).write_text(before)
             verdict = "SURVIVED" if green else "caught  "
             print(f"{verdict} {mutant.name:32} {time.monotonic() - began:5.1f} s  {first}", flush=True)

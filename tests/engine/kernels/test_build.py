@@ -151,3 +151,23 @@ def test_the_command_says_why_there_are_none() -> None:
     )
     assert done.returncode == 0
     assert done.stderr.strip() == "kernels: TANDEM_KERNELS=off; plain torch is used instead"
+
+
+def test_kept_objects_are_used_until_their_source_changes(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[str] = []
+    run = build._run
+
+    def recorded(command: list[str]) -> None:
+        if "-c" in command:
+            compiled.append(Path(command[command.index("-c") + 1]).name)
+        run(command)
+
+    monkeypatch.setattr(build, "_run", recorded)
+    monkeypatch.setenv("TANDEM_KERNEL_OBJECTS", str(sources.parent / "objects"))
+    build.built()
+    assert sorted(set(compiled)) == ["kernel.cpp", "library.cpp", "threads.cpp"]
+    compiled.clear()
+    (sources / "value.h").write_text("constexpr int kValue = 43;\n")
+    build.sources_hash.cache_clear()
+    assert ctypes.CDLL(str(build.built())).answer() == 43
+    assert compiled == ["library.cpp"], "only what includes the header"

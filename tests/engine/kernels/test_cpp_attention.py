@@ -215,6 +215,25 @@ def test_a_tokens_bits_are_its_own(case: Case, level: int) -> None:
         assert_same_bits(other.attend(rows), whole)
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("level", LEVELS)
+def test_denormal_numbers_count_as_zero(level: int, dtype: torch.dtype) -> None:
+    """Some instructions flush them whatever they are told, so that all have to: as operands and as results."""
+    torch.ops.tandem.set_threads(1, [])
+    case = Case(HeadShape(2, 1, 32), [(70, 3)], dtype)
+    sequences = Sequences(case, level)
+    slots = torch.tensor([sequences.slot(0, position) for position in range(73)])
+    sequences.queries[0].zero_()  # all visible keys weigh the same
+    normal = torch.finfo(F32).tiny
+    for first, others in ((normal / 4, normal / 4), (normal, 0.0)):  # denormal values; a denormal mean of normal ones
+        values = torch.full((73, 1, 32), others, dtype=dtype)
+        values[0] = first
+        assert values[0].any()
+        cpp_attention.write(level, sequences.keys[0], values, slots, sequences.cache)
+        assert_same_bits(sequences.attend([(0, 70, 73)]), torch.zeros((3, 2, 32), dtype=dtype))
+    assert torch.tensor(normal / 4) / 2 != 0, "the caller's own arithmetic keeps them"
+
+
 def vars_of(heads: HeadShape) -> tuple[int, int, int]:
     return heads.num_heads, heads.kv_heads, heads.head_dim
 

@@ -1,0 +1,62 @@
+"""Planted faults of the C++ kernels; see run.py. Each is compiled; where there is no compiler, none can be run."""
+
+from __future__ import annotations
+
+from mutant import Mutant
+
+CSRC = "engine/kernels/csrc"
+ATTENTION = ("tests/engine/kernels/test_cpp_attention.py",)
+LINEAR = ("tests/engine/kernels/test_cpp_linear.py",)
+ROTARY = ("tests/engine/kernels/test_cpp_rotary.py",)
+
+KERNELS: tuple[Mutant, ...] = (
+    Mutant(
+        "kernel-sees-one-key-beyond",
+        f"{CSRC}/attention.cpp",
+        "std::clamp<int64_t>(position + 1 - key, 0, kTile)",
+        "std::clamp<int64_t>(position + 2 - key, 0, kTile)",
+        ATTENTION,
+    ),
+    Mutant(
+        "kernel-window-one-key-too-wide",
+        f"{CSRC}/attention.cpp",
+        "std::max<int64_t>(0, position - in_.window + 1)",
+        "std::max<int64_t>(0, position - in_.window)",
+        ATTENTION,
+    ),
+    Mutant(
+        "kernel-multiplies-values-beyond-the-context",
+        f"{CSRC}/attention.cpp",
+        "    if (num_left < kChunk) {\n",
+        "    if (num_left < 0) {\n",
+        ATTENTION,
+    ),
+    Mutant(
+        "kernel-merges-records-backwards",
+        f"{CSRC}/attention.cpp",
+        "merge(total, record_of(rows, partition) + row",
+        "merge(total, record_of(rows, unit.end_partition + unit.first_partition - partition) + row",
+        ATTENTION,
+    ),
+    Mutant(
+        "kernel-keeps-denormals",
+        f"{CSRC}/attention.cpp",
+        "_mm_setcsr(before_ | kResultsAndOperands);",
+        "_mm_setcsr(before_);",
+        ATTENTION,
+    ),
+    Mutant(
+        "kernel-product-reads-beyond-an-odd-row",
+        f"{CSRC}/linear.cpp",
+        "{x[row * stride + depth - 1], T{}}",
+        "{x[row * stride + depth - 1], x[row * stride + depth]}",
+        LINEAR,
+    ),
+    Mutant(
+        "kernel-rotates-the-wrong-way",
+        f"{CSRC}/rotary.cpp",
+        "sub(mul(a, cosine), mul(b, sine))",
+        "add(mul(a, cosine), mul(b, sine))",
+        ROTARY,
+    ),
+)
