@@ -136,12 +136,12 @@ class Arena:
                 result.records = await crowd.finish()
         finally:
             await crowd.close()
-        self._judge(result, dict(zip(load.asks, expected, strict=True)))
+        self.judge(result, dict(zip(load.asks, expected, strict=True)))
         await leaks.until_at_rest(self.cluster, self.rest)
         result.seconds = time.monotonic() - began
         return result
 
-    def _judge(self, result: Result, expected: dict[Ask, Answer]) -> None:
+    def judge(self, result: Result, expected: dict[Ask, Answer]) -> None:
         """Compare every answer, and every failure with what was struck."""
         for record in result.records:
             answer, wanted = record.answer, expected[record.ask]
@@ -152,9 +152,9 @@ class Arena:
             if usage != (len(record.ask.prompt), answer.num_tokens):
                 result.losses.append(f"usage {usage} with {len(record.ask.prompt)} and {answer.num_tokens} tokens")
             result.losses += self._hangs(record, len(result.struck) if result.cell.together else 1)
-            result.losses += _unexcused(record, result.struck)
+            result.losses += unexcused(record, result.struck)
         for struck in result.struck:
-            if not _has_hit(struck, result.records):
+            if not has_hit(struck, result.records):
                 result.losses.append(f"{struck.strike} ({struck.name}) hit nobody")
 
     def _hangs(self, record: Record, at_once: int) -> list[str]:
@@ -173,7 +173,7 @@ class Arena:
         return found
 
 
-def _unexcused(record: Record, struck: list[Struck]) -> list[str]:
+def unexcused(record: Record, struck: list[Struck]) -> list[str]:
     """Errors that a client saw although its gateway survived."""
     found = []
     for failure in record.failures:
@@ -184,7 +184,7 @@ def _unexcused(record: Record, struck: list[Struck]) -> list[str]:
     return found
 
 
-def _has_hit(struck: Struck, records: list[Record]) -> bool:
+def has_hit(struck: Struck, records: list[Record]) -> bool:
     """Whether the fault struck a live stream, by what its client was told; for what no client sees, it was noticed."""
     fault, target = struck.strike.fault, struck.strike.target
     live = [record for record in records if record.began < struck.at < record.ended]

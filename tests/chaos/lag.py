@@ -28,7 +28,11 @@ class Lag:
             await asyncio.sleep(BEAT_S)
             now = time.monotonic()
             if (late := now - before - BEAT_S) > BEAT_S / 2:
-                self._slept.append((now, late))
+                self.note(now, late)
+
+    def note(self, when: float, late_s: float) -> None:
+        """A sleep that ended at `when` took so much too long."""
+        self._slept.append((when, late_s))
 
 
 @contextlib.asynccontextmanager

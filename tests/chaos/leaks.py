@@ -84,7 +84,7 @@ async def find_leftovers(cluster: Cluster, before: dict[str, Rest]) -> dict[str,
     ):
         if held := (await cluster.metrics(name))[gauge]:
             found[f"{name}: {gauge}"] = held
-        found |= _compare(name, before[name], await _rest_of(cluster, name))
+        found |= compare(name, before[name], await _rest_of(cluster, name))
     return found
 
 
@@ -97,10 +97,11 @@ async def _look_at_inspected(
     }
     if inspected.tables:
         found[f"{name}: block tables"] = len(inspected.tables)
-    return found | _compare(f"{name} ({role})", before[role], await _rest_of(cluster, name))
+    return found | compare(f"{name} ({role})", before[role], await _rest_of(cluster, name))
 
 
-def _compare(name: str, before: Rest, now: Rest) -> dict[str, Any]:
+def compare(name: str, before: Rest, now: Rest) -> dict[str, Any]:
+    """What a process has more than before, by what it is."""
     found: dict[str, Any] = {}
     if more := now.tasks - before.tasks:
         found[f"{name}: tasks"] = dict(more)

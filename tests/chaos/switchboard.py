@@ -172,6 +172,8 @@ class Switchboard:
                 await self._passable(link)
                 if not piece:
                     return
+                if writer.is_closing():
+                    continue  # whoever was to have it is gone, which the other direction will tell
                 with contextlib.suppress(OSError):
                     writer.write(piece)
                     await writer.drain()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -35,6 +34,7 @@ class Echo:
         self.pids: dict[int, str] = {}
         self.board = Switchboard(lambda: self.pids)
         self.port = 0
+        self.children: list[asyncio.subprocess.Process] = []
 
     async def start(self) -> None:
         async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -52,7 +52,16 @@ class Echo:
             sys.executable, "-c", CALLER, str(self.port), stdin=pipe, stdout=pipe
         )
         self.pids[child.pid] = name
+        self.children.append(child)
         return child
+
+    async def close(self) -> None:
+        for child in self.children:
+            with contextlib.suppress(ProcessLookupError):
+                child.kill()
+            await child.communicate()
+        await self.board.close()
+        self.server.close()
 
 
 async def said(child: asyncio.subprocess.Process, line: bytes) -> bytes:
@@ -79,11 +88,7 @@ async def echo() -> AsyncIterator[Echo]:
     try:
         yield started
     finally:
-        for pid in started.pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, 9)
-        await started.board.close()
-        started.server.close()
+        await started.close()
 
 
 async def test_only_the_links_of_the_one_named_are_cut(echo: Echo) -> None:
