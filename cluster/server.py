@@ -138,6 +138,11 @@ def join_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
+def reachable_host(host: str) -> str:
+    """What others dial: a wildcard address says nothing about where this machine, or this container, is."""
+    return socket.gethostname() if host.strip("[]") in ("0.0.0.0", "::", "") else host
+
+
 def split_address(address: str) -> tuple[str, int]:
     """Host and port of HOST:PORT or [IPv6]:PORT; ValueError says what is wrong."""
     host, colon, port = address.rpartition(":")

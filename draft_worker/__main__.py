@@ -13,7 +13,7 @@ from tandem.v1 import draft_pb2_grpc
 from cluster import event_loop, logs
 from cluster.config import load
 from cluster.leaders import follow
-from cluster.server import CannotBind, add_health, bind, create_server, join_address, run_until_signal
+from cluster.server import CannotBind, add_health, bind, create_server, join_address, reachable_host, run_until_signal
 from cluster.telemetry import Telemetry
 from draft_worker.announcement import Announcement
 from draft_worker.config import DraftWorkerConfig
@@ -36,7 +36,8 @@ async def serve(config: DraftWorkerConfig) -> int:
     server = create_server()
     health = add_health(server)
     draft_pb2_grpc.add_DraftServiceServicer_to_server(servicer, server)
-    address = join_address(config.host, bind(server, config.host, config.port))
+    port = bind(server, config.host, config.port)
+    address = join_address(config.host, port)
     await thread.start(lambda: _drafter(config))
     assert thread.drafter is not None
     await server.start()
@@ -45,7 +46,7 @@ async def serve(config: DraftWorkerConfig) -> int:
         leaders=follow(config.schedulers(), config.state, config.cluster, config.cell),
         worker_id=config.worker_id or f"draft-{uuid.uuid4().hex[:8]}",
         model=config.target,
-        address=config.advertise or address,
+        address=config.advertise or join_address(reachable_host(config.host), port),
         proposer=thread.drafter.proposer.name,
     )
     announcing = asyncio.ensure_future(announcement.run())

@@ -5,14 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import socket
 import sys
 import uuid
 
 from tandem.v1 import admin_pb2_grpc, scheduler_pb2_grpc
 
 from cluster import config, event_loop, health, inspection, logs
-from cluster.server import CannotBind, add_health, add_reflection, bind, create_server, join_address, run_until_signal
+from cluster.server import (
+    CannotBind,
+    add_health,
+    add_reflection,
+    bind,
+    create_server,
+    join_address,
+    reachable_host,
+    run_until_signal,
+)
 from cluster.state import open_state
 from cluster.telemetry import Telemetry
 from scheduler.config import SchedulerConfig
@@ -38,7 +46,7 @@ async def serve(settings: SchedulerConfig) -> None:
         open_state(settings.state, settings.cluster),
         cell_name=settings.cell,
         scheduler_id=uuid.uuid4().hex,
-        address=settings.advertise or join_address(_reachable(settings.host), port),
+        address=settings.advertise or join_address(reachable_host(settings.host), port),
         ttl_s=settings.lease_ttl_s,
     )
     scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(SchedulerServicer(cell, leadership), server)
@@ -71,11 +79,6 @@ async def serve(settings: SchedulerConfig) -> None:
             task.cancel()
         await leadership.close()
         await telemetry.close()
-
-
-def _reachable(host: str) -> str:
-    """What others dial: a wildcard address says nothing about where this machine is."""
-    return socket.gethostname() if host in ("0.0.0.0", "::", "") else host
 
 
 async def _report_health(serving: health.Health, leadership: Leadership) -> None:

@@ -22,6 +22,7 @@ from cluster.server import (
     create_server,
     is_loopback,
     join_address,
+    reachable_host,
     run_until_signal,
     split_address,
 )
@@ -230,3 +231,9 @@ async def test_backoff_sleeps_what_it_says() -> None:
     slept = await backoff(0, first_s=0.02, max_s=0.02)
     assert 0.01 <= slept <= 0.02
     assert time.monotonic() - began >= slept * 0.9
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "[::]", ""])
+def test_a_wildcard_is_no_address_to_dial(host: str) -> None:
+    assert reachable_host(host) == socket.gethostname()
+    assert reachable_host("127.0.0.1") == "127.0.0.1"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator
 from typing import Any
@@ -131,6 +132,13 @@ async def test_it_announces_drafts_and_ends() -> None:
             assert await asyncio.wait_for(child.wait(), 20) == 0
             assert await child.stdout.read() == b""
             await channel.close()
+
+
+async def test_it_announces_an_address_that_others_can_dial() -> None:
+    """A container listens on every address, and is known by its name."""
+    async with scheduling() as (scheduler, at), process("--target=m", f"--scheduler={at}", "--host=0.0.0.0") as child:
+        port = (await ready(child)).rpartition(":")[2]
+        assert (await get(scheduler.hellos)).address == f"{socket.gethostname()}:{port}"
 
 
 async def test_a_worker_that_does_not_introduce_itself_is_refused() -> None:
