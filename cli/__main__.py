@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 # Name of each command's module; a module is imported to declare its flags, and imports heavy things only when it runs.
-COMMANDS = ("up", "prepare", "generate", "chat", "batch", "models", "status", "drain", "bench")
+COMMANDS = ("up", "prepare", "generate", "chat", "batch", "models", "status", "drain", "bench", "distill")
 
 _EPILOG = """\
 examples:

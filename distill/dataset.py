@@ -19,7 +19,7 @@ from typing import Any
 
 from distill.generation import Job, Target, jobs
 from distill.prompts import HELD_OUT, TRAIN, conversations, prompts_digest, split_digest
-from distill.shards import Record, read_shard, shard_path, write_shard
+from distill.shards import Record, num_answer_tokens, shard_path, write_shard
 from engine.progress import Progress
 
 CONVERSATIONS_PER_SHARD = 64
@@ -67,6 +67,17 @@ def claim(folder: Path, plan: DataPlan) -> None:
             raise OtherData(f"{path}: {name} is {found.get(name)!r} instead of {value!r}; use another --work folder")
 
 
+def is_complete(folder: Path, plan: DataPlan, part: int = 0, parts: int = 1) -> bool:
+    """Whether `generate` has nothing left to make."""
+    if part == 0 and not shard_path(folder / HELD_OUT, 0).exists():
+        return False
+    wanted, index = plan.answer_tokens // parts, part
+    while wanted > 0 and (path := shard_path(folder / TRAIN, index)).exists():
+        wanted -= num_answer_tokens(path)
+        index += parts
+    return wanted <= 0
+
+
 def generate(target: Target, folder: Path, plan: DataPlan, progress: Progress, part: int = 0, parts: int = 1) -> None:
     """Fill the folder; of several processes, each makes the shards part, part + parts, …"""
     if part == 0 and not shard_path(folder / HELD_OUT, 0).exists():
@@ -84,7 +95,7 @@ def generate(target: Target, folder: Path, plan: DataPlan, progress: Progress, p
                 return
             path = shard_path(folder / TRAIN, index)
             if path.exists():
-                made += sum(record.num_answer_tokens for record in read_shard(path))
+                made += num_answer_tokens(path)
             else:
                 yield from _numbered(jobs(TRAIN, plan.seed, index, CONVERSATIONS_PER_SHARD), index)
 

@@ -12,7 +12,7 @@ output index, as a draft worker makes it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -66,6 +66,8 @@ def evaluate(
     device: torch.device | str = "cpu",
 ) -> list[Acceptance]:
     """One entry per temperature; `token_ids` are the target's ids of the head's rows."""
+    # Products of bfloat16 are rounded to bfloat16 here, unlike in an engine; winners would be ties.
+    exact = replace(head, weight=head.weight.float())
     longest = max(max_draft_tokens)
     played: dict[float, list[_Played]] = {}
     order = sorted(range(len(records)), key=lambda index: len(records[index].tokens))
@@ -78,7 +80,7 @@ def evaluate(
             tokens = record.tokens.tolist()
             for answer in record.answers:
                 count = answer.end - answer.first
-                guesses = _guesses(head.logits(out[at : at + count]), token_ids, answer)
+                guesses = _guesses(exact.logits(out[at : at + count].float()), token_ids, answer)
                 right = (guesses.cpu() == record.tokens[answer.first : answer.end]).tolist()
                 looked_up = _lookups(tokens, answer, longest)
                 played.setdefault(answer.temperature, []).append(_Played(right, looked_up))

@@ -23,12 +23,12 @@ class Head:
     """The frozen rows of the target's head."""
 
     weight: torch.Tensor
-    """bfloat16 [draft vocabulary, hidden]"""
+    """[draft vocabulary, hidden]"""
     scale: float = 1.0
     softcap: float = 0.0
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """float32 [rows, draft vocabulary] of bfloat16 [rows, hidden]."""
+        """float32 [rows, draft vocabulary] of [rows, hidden], whose dtype is the weight's."""
         logits = (x @ self.weight.T).float()
         if self.scale != 1.0:
             logits *= self.scale

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 
@@ -95,6 +96,13 @@ def read_shard(path: Path) -> list[Record]:
         records.append(Record(tokens, tuple(own), tensors["features"][at : at + count]))
         at += count
     return records
+
+
+def num_answer_tokens(path: Path) -> int:
+    """How many a file holds, without reading it."""
+    with safe_open(path, framework="pt") as file:
+        count: int = file.get_slice("features").get_shape()[0]
+    return count
 
 
 def read_shards(paths: Iterable[Path]) -> list[Record]:

@@ -103,6 +103,11 @@ class Trainer:
         spec = self._opened.spec
         return Head(self.network.full_head[self.token_ids].to(self._device), spec.logit_scale, spec.logit_softcap)
 
+    @property
+    def num_answer_tokens(self) -> int:
+        """Of the last epoch."""
+        return sum(record.num_answer_tokens for record in self._records)
+
     def run(self, report: Report) -> list[Acceptance]:
         """Train to the last step; the evaluation over all held-out answers."""
         if self._checkpoint.exists():
@@ -160,10 +165,10 @@ class Trainer:
         self._new_epoch()
         self.token_ids = frequent_token_ids(self._records, self._opened.spec.vocab_size, self.recipe.head_tokens)
         explained = self.network.fit_lens(collated(self._records, self._order[:_LENS_BATCHES], self._device))
-        num_tokens = sum(one.num_answer_tokens for one in self._records)
         covered = coverage(self._held_out(), self.token_ids)
         report.note(
-            f"{len(self._records)} conversations, {num_tokens} answer tokens; the head's {len(self.token_ids)} tokens "
+            f"{len(self._records)} conversations, {self.num_answer_tokens} answer tokens; "
+            f"the head's {len(self.token_ids)} tokens "
             f"cover {covered:.1%} of held-out answers; the lens explains {explained:.1%}"
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -62,6 +63,8 @@ def _fake(config: DraftWorkerConfig) -> Proposer:
 
 def _model(config: DraftWorkerConfig) -> Proposer:
     from draft_worker.model_proposer import ModelProposer
+    from engine.draft_folder import is_draft_folder
+    from engine.draft_model import load_draft
     from engine.loading import resolve_model
     from engine.runner import ModelRunner
     from engine.vocabulary import require_same_vocabulary
@@ -69,15 +72,18 @@ def _model(config: DraftWorkerConfig) -> Proposer:
     if not config.target_model:
         raise ModelError("target_model: the target's folder is needed to compare the draft model's vocabulary with it")
     folder, target = resolve_model(config.draft, _progress), resolve_model(config.target_model, _progress)
+    distilled = is_draft_folder(folder)
+    if distilled and config.vocabulary != "same":
+        raise ModelError(f"vocabulary: {folder} was distilled for one target, whose tokens it knows; leave it at same")
     shared = 0
-    if config.vocabulary == "same":
+    if config.vocabulary == "same" and not distilled:
         try:
             shared = require_same_vocabulary(target, folder)
         except VocabularyMismatch as error:
             raise VocabularyMismatch(f"{error}; with --vocabulary text it can draft by its words") from None
     try:
-        runner = ModelRunner.load(
-            folder,
+        load = partial(load_draft, folder, target) if distilled else partial(ModelRunner.load, folder)
+        runner = load(
             dtype=config.dtype,
             device=config.device,
             kv_cache_gib=config.kv_cache_gib,
@@ -86,6 +92,8 @@ def _model(config: DraftWorkerConfig) -> Proposer:
         )
     except ValueError as error:
         raise ModelError(str(error)) from error
+    if distilled:
+        shared = runner.info.vocab_size
     event(logger, "draft model ready", folder=folder, shared_vocabulary=shared, blocks=runner.info.num_blocks)
     if config.vocabulary != "same":
         return _foreign(config, runner, target, folder)
