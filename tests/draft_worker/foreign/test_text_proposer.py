@@ -139,6 +139,28 @@ def test_a_target_that_goes_its_own_way_is_followed(both: tuple[TokenTexts, Toke
         outer.guess = []
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_the_same_text_in_other_tokens_is_the_same_to_the_draft(
+    both: tuple[TokenTexts, TokenTexts], turned: bool
+) -> None:
+    """The target spells in single bytes what the draft guessed in words, so that all computed tokens are right."""
+    target, draft = reversed(both) if turned else both
+    start, rest = "The cat", BOOK.removeprefix("The cat")
+    kept = 0
+    for length in range(1, 16):
+        reader = Reader(draft)
+        proposer = TextProposer(reader, target, draft)
+        outer = mirror([token.token_id for token in target.encode(start, at_start=True)])
+        feed(proposer, [outer])
+        outer.commit([target.bytes_of.index(bytes([byte])) for byte in rest[:length].encode()])
+        made = proposer._inners[outer].mirror
+        known = len(made.tokens)
+        feed(proposer, [outer])
+        assert reader.told_wrong == 0
+        kept += len(made.tokens) > known
+    assert kept > 5
+
+
 def test_the_last_word_waits_for_its_end(both: tuple[TokenTexts, TokenTexts]) -> None:
     target, draft = both
     outer = mirror([token.token_id for token in target.encode("The cat", at_start=True)])
