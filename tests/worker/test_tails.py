@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from draft_worker.mirrors import Source
 from engine.prefix_hash import prefix_hash
 from worker.convert import outgoing_to_proto
 from worker.draft_news import Close, Commit, Tail
+from worker.followed import MAX_TAILS
 from worker.sequences import Sequence
 from worker.steps import SamplingParams
 from worker.tails import MAX_IDLE_ROWS, MAX_OPENS_PER_DRAIN, MAX_PENDING_TOKENS, MAX_TOKENS_BEHIND, TailTable
@@ -252,3 +254,84 @@ def test_hashes_of_long_outputs_stay_bounded_and_right(table: TailTable) -> None
         assert table.receive([tail_of(followed.tokens, [5], generation=table._followed[0].generation)]) == 1
     assert len(table._followed[0].hashes) <= 256
     assert table.tail(0, followed.tokens, 4) == [5]
+
+
+# ------------------------------------------------------------------------------------------------- several tails
+
+
+def commit_of(table: TailTable, followed: Sequence, *token_ids: int) -> None:
+    followed.tokens += token_ids
+    table.follow(followed, 4)
+    table.drain()
+
+
+def test_a_branch_serves_where_the_likeliest_tail_was_wrong(table: TailTable) -> None:
+    followed = opened(table)
+    table.receive([tail_of(PROMPT, [1, 2, 3, 4, 5]), tail_of(PROMPT, [1, 9, 8, 7])])
+    assert table.tail(0, followed.tokens, 4) == [1, 2, 3, 4]
+    commit_of(table, followed, 1)
+    # Both agree so far: the first that came is the likelier one.
+    assert table.tail(0, followed.tokens, 2) == [2, 3]
+    commit_of(table, followed, 9)
+    table.receive([tail_of(followed.tokens[:-1], [77])])
+    assert table.tail(0, followed.tokens, 4) == [8, 7]
+    commit_of(table, followed, 8, 6)
+    assert table.tail(0, followed.tokens, 4) == []
+
+
+def test_a_newer_tail_counts_unless_an_older_one_reaches_further(table: TailTable) -> None:
+    followed = opened(table)
+    table.receive([tail_of(PROMPT, [1, 2, 3, 4, 5, 6])])
+    commit_of(table, followed, 1)
+    table.receive([tail_of(followed.tokens, [2, 8, 8])])
+    assert table.tail(0, followed.tokens, 3) == [2, 8, 8]
+    assert table.tail(0, followed.tokens, 5) == [2, 3, 4, 5, 6]
+
+
+def test_tails_of_a_slot_are_bounded_and_longer_ones_replace_shorter(table: TailTable) -> None:
+    followed = opened(table)
+    for length in range(1, 6):
+        table.receive([tail_of(PROMPT, list(range(length)))])
+    kept = table._followed[0].tails
+    assert [len(tail.token_ids) for tail in kept] == [5]
+    table.receive([tail_of(PROMPT, [100 + index]) for index in range(50)])
+    assert len(table._followed[0].tails) == MAX_TAILS
+    assert table.tail(0, followed.tokens, 4) == [150 - MAX_TAILS]
+
+
+def test_what_a_silent_draft_worker_once_guessed_serves_two_steps_at_most(table: TailTable) -> None:
+    followed = opened(table)
+    table.receive([tail_of(PROMPT, list(range(20)))])
+    used = []
+    for token_id in range(5):
+        commit_of(table, followed, token_id)
+        used.append(bool(table.tail(0, followed.tokens, 1)))
+    assert used == [True, False, False, False, False]
+    # A word, and it is believed again.
+    table.receive([tail_of(followed.tokens, [5, 6])])
+    assert table.tail(0, followed.tokens, 4) == [5, 6, 7, 8]
+
+
+def test_how_long_late_tails_take_is_known() -> None:
+    now = [10.0]
+    table = TailTable(clock=lambda: now[0])
+    table.link()
+    followed = opened(table)
+    assert table.missing_since_s(0, followed.tokens) == 10.0
+    now[0] = 10.5
+    table.receive([tail_of(PROMPT, [])])
+    assert not table.latencies
+    table.receive([tail_of(PROMPT, [1])])
+    assert list(table.latencies) == [0.5]
+    # There in time: nothing is measured.
+    commit_of(table, followed, 1)
+    table.receive([tail_of(followed.tokens, [2])])
+    assert table.missing_since_s(0, followed.tokens) is None
+    # Never: it counts as longer than any.
+    commit_of(table, followed, 3)
+    assert table.missing_since_s(0, followed.tokens) == 10.5
+    commit_of(table, followed, 4)
+    assert list(table.latencies) == [0.5, inf]
+    # Nobody waits for a slot that isn't open, or for a draft worker that is silent.
+    assert table.missing_since_s(0, followed.tokens) is None
+    assert table.missing_since_s(7, followed.tokens) is None
