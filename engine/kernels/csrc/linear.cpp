@@ -10,8 +10,10 @@
 //         x, row 1   ──▶     [ sum ]         [ sum ]         and multiplied with one broadcast value (or pair) of
 //            …                                               every row
 //
-// With few rows the time is that of reading the weights, which are fetched ahead; with many rows it is that of
-// multiplying, and a tile stays in the second-level cache while the passes of a block of rows go over it:
+// With few rows the time is that of reading the weights. The hardware sees that one stream and runs ahead of it; asking
+// for lines by instructions as well takes the places of those it has under way, and was a quarter slower. With many
+// rows the time is that of multiplying, and a tile stays in the second-level cache while the passes of a block of rows
+// go over it:
 //
 //         item = (block of rows) × (a few tiles)             blocks small enough that x stays in that cache as well
 #include "linear.h"
@@ -31,10 +33,7 @@ constexpr int kTileVectors = kTileColumns / kLanes;
 constexpr bool kWideRegisters = kLanes == 16;  // 32 registers of 16 lanes; else 16 of 8
 
 constexpr int kMaxRows = kWideRegisters ? 8 : 4;
-constexpr int kFewRows = 4;  // up to here a product waits for memory
-
-// How far ahead of use weights are fetched: about the latency of memory times one core's bandwidth.
-constexpr int64_t kFetchAheadBytes = 3072;
+constexpr int64_t kLineBytes = 64;
 
 constexpr int64_t kCacheBytes = 1 << 20;  // a core's own cache
 constexpr int64_t kItemBytes = 32 << 10;  // weights that make an item long enough to be worth claiming
@@ -44,15 +43,14 @@ constexpr int kDepthPerStep = sizeof(T) == 2 ? 2 : 1;
 
 template <class T>
 constexpr int64_t kStepElements = kTileColumns * kDepthPerStep<T>;
-constexpr int64_t kStepBytes = 128;  // two cache lines
 
 inline Lanes add_product(Lanes sum, const float* weights, const float* x) { return fma(load(weights), fill(*x), sum); }
 inline Lanes add_product(Lanes sum, const bf16* weights, const bf16* x) {
   return add_pair_products(sum, load_pairs(weights), fill_pair(x));
 }
 
-// The sums of kVectors vectors of a tile's columns, from vector `first` on; kFetch: the whole tile is fetched ahead.
-template <class T, int kRows, int kVectors, bool kFetch>
+// The sums of kVectors vectors of a tile's columns, from vector `first` on.
+template <class T, int kRows, int kVectors>
 void multiply_vectors(const T* x, int64_t stride, const T* tile, int64_t depth, int first, float* sums) {
   constexpr int kVectorElements = kLanes * kDepthPerStep<T>;
   Lanes sum[kRows][kVectors];
@@ -64,11 +62,6 @@ void multiply_vectors(const T* x, int64_t stride, const T* tile, int64_t depth, 
   const T* weights = tile + first * kVectorElements;
   const int64_t num_steps = depth / kDepthPerStep<T>;
   for (int64_t step = 0; step < num_steps; step++, weights += kStepElements<T>) {
-    if constexpr (kFetch) {
-      const char* ahead = reinterpret_cast<const char*>(weights) + kFetchAheadBytes;
-      __builtin_prefetch(ahead);
-      __builtin_prefetch(ahead + kStepBytes / 2);
-    }
 #pragma GCC unroll 8
     for (int row = 0; row < kRows; row++) {
 #pragma GCC unroll 4
@@ -98,9 +91,9 @@ template <class T, int kRows>
 void multiply(const T* x, int64_t stride, const T* tile, int64_t depth, float* sums) {
   // As many vectors at once as leave registers for the weights: a whole tile, or half of one in 16 registers.
   constexpr int kVectors = kWideRegisters || kRows == 1 ? kTileVectors : kTileVectors / 2;
-  multiply_vectors<T, kRows, kVectors, kRows <= kFewRows>(x, stride, tile, depth, 0, sums);
+  multiply_vectors<T, kRows, kVectors>(x, stride, tile, depth, 0, sums);
   if constexpr (kVectors < kTileVectors) {
-    multiply_vectors<T, kRows, kVectors, false>(x, stride, tile, depth, kVectors, sums);
+    multiply_vectors<T, kRows, kVectors>(x, stride, tile, depth, kVectors, sums);
   }
 }
 
@@ -151,6 +144,16 @@ inline void put_added(float* to, Lanes value, int64_t num_columns) {
     store(to, add(load(to), value));
   } else {
     store_some(to, add(load_some(to, static_cast<int>(num_columns)), value), static_cast<int>(num_columns));
+  }
+}
+
+// Asks for the memory that a pass will write to while it multiplies. Rows of many logits lie far apart, and a store to
+// each of them would wait for a line of its own.
+void fetch_out(const LinearArguments& a, int64_t first_row, int num_rows, int64_t first_column, int64_t num_columns) {
+  const int64_t size = a.out_type == Type::f32 ? sizeof(float) : sizeof(bf16);
+  const char* start = static_cast<const char*>(a.out) + (first_row * a.out_stride + first_column) * size;
+  for (int row = 0; row < num_rows; row++, start += a.out_stride * size) {
+    for (int64_t at = 0; at < num_columns * size; at += kLineBytes) __builtin_prefetch(start + at, 1);
   }
 }
 
@@ -221,6 +224,7 @@ void run(const LinearArguments& a) {
         const int64_t num_passes = ceil_div(end_row - row, kMaxRows);
         const int num_rows = static_cast<int>(ceil_div(end_row - row, num_passes));
         const auto multiply_rows = kMultiply<T>[num_rows - 1];
+        fetch_out(a, row, num_rows, tile * width, std::min(width, a.out_features - tile * width));
         multiply_rows(x + row * a.x_stride, a.x_stride, weight + tile * tile_elements, a.in_features, sums);
         finish(a, sums, row, num_rows, tile);
         row += num_rows;

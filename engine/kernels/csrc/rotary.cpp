@@ -55,20 +55,22 @@ void normalise(float* x, int64_t size, const float* weight, float eps) {
   for (int64_t i = 0; i < size; i++) x[i] = x[i] * inverse * weight[i];
 }
 
-// Pairs (first[i · step], second[i · step]); with a constant step the compiler makes vectors of it.
-template <int64_t kStep>
-void rotate_pairs(float* __restrict first, float* __restrict second, const float* __restrict cosines,
-                  const float* __restrict sines, int64_t num_pairs) {
-  for (int64_t i = 0; i < num_pairs; i++) {
-    const float a = first[i * kStep], b = second[i * kStep];
-    first[i * kStep] = a * cosines[i] - b * sines[i];
-    second[i * kStep] = b * cosines[i] + a * sines[i];
+// Pairs (from[i], from[i + half]) of whole vectors; `to` may be `from`.
+void rotate_halves(float* to, const float* from, const float* cosines, const float* sines, int64_t half) {
+  for (int64_t i = 0; i < half; i += kLanes) {
+    const Lanes a = load(from + i), b = load(from + half + i), cosine = load(cosines + i), sine = load(sines + i);
+    store(to + i, sub(mul(a, cosine), mul(b, sine)));
+    store(to + half + i, add(mul(b, cosine), mul(a, sine)));
   }
 }
 
-void rotate(float* x, const float* row, int64_t rotary_dim, bool interleaved) {
-  const int64_t half = rotary_dim / 2;
-  interleaved ? rotate_pairs<2>(x, x + 1, row, row + half, half) : rotate_pairs<1>(x, x + half, row, row + half, half);
+// Pairs (first[i · step], second[i · step]) in place.
+void rotate_pairs(float* first, float* second, int64_t step, const float* cosines, const float* sines, int64_t num) {
+  for (int64_t i = 0; i < num; i++) {
+    const float a = first[i * step], b = second[i * step];
+    first[i * step] = a * cosines[i] - b * sines[i];
+    second[i * step] = b * cosines[i] + a * sines[i];
+  }
 }
 
 template <bool kFinite, class T>
@@ -115,10 +117,25 @@ class Rotation {
   }
 
  private:
+  // head [head_dim] = a head as it comes, normalised and rotated.
   void turn(float* head, const float* from, const float* norm, int64_t token) const {
-    std::copy_n(from, in_.cache.head_dim, head);
-    if (norm) normalise(head, in_.cache.head_dim, norm, in_.eps);
-    if (in_.table) rotate(head, in_.table + in_.positions[token] * in_.rotary_dim, in_.rotary_dim, in_.interleaved);
+    const int64_t size = in_.cache.head_dim, half = in_.rotary_dim / 2;
+    const float* cosines = in_.table ? in_.table + in_.positions[token] * in_.rotary_dim : nullptr;
+    const bool whole_vectors = cosines && !in_.interleaved && half % kLanes == 0;
+    if (norm) {
+      std::copy_n(from, size, head);
+      normalise(head, size, norm, in_.eps);
+      from = head;
+    }
+    if (whole_vectors) {
+      rotate_halves(head, from, cosines, cosines + half, half);
+      if (from != head) std::copy(from + 2 * half, from + size, head + 2 * half);
+      return;
+    }
+    if (from != head) std::copy_n(from, size, head);
+    if (!cosines) return;
+    const int64_t step = in_.interleaved ? 2 : 1;
+    rotate_pairs(head, head + (in_.interleaved ? 1 : half), step, cosines, cosines + half, half);
   }
 
   const RotateArguments& in_;
