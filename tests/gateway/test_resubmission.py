@@ -56,7 +56,7 @@ async def test_the_worst_of_the_choices_that_still_run_counts(cell: Cell) -> Non
     submit = await scheduler.submit()
     for choice, count in enumerate((1, 2, 3)):
         crash(scheduler, submit, count, choice)
-    scheduler.emit(submit, b"x", choice=2, finish_reason=LENGTH)
+    scheduler.emit(submit, b"", choice=2, finish_reason=LENGTH)  # without a token, which would have acquitted it
     scheduler, submit = await resubmitted(cell, scheduler)
     assert submit.crashes == 2
     for choice in (0, 1):
