@@ -18,6 +18,9 @@ MODEL_NAME = "bench"
 HOST = "127.0.0.1"
 MAX_MODEL_LEN = 2048
 KV_GIB = 2
+LLAMA_SLOTS = 64
+LLAMA_SLOT_TOKENS = 1280
+"""room for the longest load; memory is split evenly, and a longer prompt is refused"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +98,11 @@ def vllm_all_cores_env(site: Site) -> Mapping[str, str]:
 
 
 def llama_command(site: Site, port: int) -> list[str]:
-    """As many slots as clients, each with room for prompt and answer."""
+    """As many slots as clients. No prompts are kept for later ones, as none is ever sent again."""
     return [
         *(str(site.llama_server), "--model", str(site.gguf), "--alias", MODEL_NAME, "--host", HOST),
-        *("--port", str(port), "--threads", str(site.num_cores), "--parallel", "64", "--ctx-size", str(64 * 320)),
-        *("--cont-batching", "--no-webui"),
+        *("--port", str(port), "--threads", str(site.num_cores), "--parallel", str(LLAMA_SLOTS)),
+        *("--ctx-size", str(LLAMA_SLOTS * LLAMA_SLOT_TOKENS), "--cont-batching", "--cache-ram", "0", "--no-webui"),
     ]
 
 

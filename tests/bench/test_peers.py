@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bench import peers
-from bench.peer_table import PEERS, Peer, Site, vllm_all_cores_env
+from bench.peer_table import PEERS, Peer, Site, llama_command, vllm_all_cores_env
 from cli.fake_model import write_fake_model
 
 # Streams max_tokens tokens; with "short" as an argument one fewer, once it has answered the warm-up.
@@ -107,3 +107,14 @@ def test_only_what_is_installed_is_compared(tmp_path: Path) -> None:
     with_vllm = replace(nothing, vllm_python=Path("python"))
     assert {peer.name for peer in PEERS if peer.is_installed(with_vllm)} >= {"tandem", "vllm"}
     assert vllm_all_cores_env(with_vllm)["VLLM_CPU_OMP_THREADS_BIND"] == f"0-{with_vllm.num_cores - 1}"
+
+
+def test_every_load_fits_into_a_slot_of_llama_cpp() -> None:
+    """It splits its memory evenly among slots and refuses what is longer."""
+    site = Site(model=Path("model"), llama_server=Path("llama-server"), gguf=Path("weights.gguf"))
+    command = llama_command(site, 1)
+    slots = int(command[command.index("--parallel") + 1])
+    room = int(command[command.index("--ctx-size") + 1]) // slots
+    for load in (*peers.loads([1, 8, 32, 64], waves=2), peers.WARM_UP):
+        assert load.concurrency <= slots
+        assert load.input_tokens + load.output_tokens <= room
