@@ -51,6 +51,8 @@ ROW_TRIES = 3
 LONGEST_ROW_WAIT = 256
 GRACE_STEPS = 4
 """steps in which no draft is expected yet: the draft worker has just been told of the sequence"""
+UNANSWERED_STEPS = 24
+"""steps in a row without a draft after which a row is one that nobody drafts for"""
 AVAILABILITY_MEMORY = 256.0
 """draft tokens asked for that weigh about as much as all before them"""
 
@@ -276,10 +278,15 @@ class Speculation:
             state = sequence.drafts
             if state is None:
                 state = sequence.drafts = RowDrafts()
+            greedy = sequence.request.spec.greedy
+            if not drafted and state.unanswered >= UNANSWERED_STEPS:
+                # Nobody drafts for it, whatever the others get: as if every draft were wrong.
+                state.evidence.observe(1, 0, curves[greedy])
+                continue
             self._observe_availability(state, k, drafted)
             if not drafted:
                 continue
-            drafted, greedy = min(drafted, k), sequence.request.spec.greedy
+            drafted = min(drafted, k)
             state.evidence.observe(drafted, accepted, curves[greedy])
             verdict = (greedy, drafted, accepted)
             verdicts[verdict] = verdicts.get(verdict, 0) + 1
@@ -294,9 +301,10 @@ class Speculation:
     def _observe_availability(self, state: RowDrafts, k: int, drafted: int) -> None:
         if drafted:
             state.unanswered = GRACE_STEPS
-        elif state.unanswered < GRACE_STEPS:
+        else:
             state.unanswered += 1
-            return
+            if state.unanswered <= GRACE_STEPS:
+                return
         keep = 1.0 - 1.0 / AVAILABILITY_MEMORY
         self._asked = self._asked * keep + k
         self._came = self._came * keep + min(k, drafted)

@@ -33,6 +33,7 @@ class Machine:
     right: Callable[[Sequence], float] = lambda sequence: 0.7
     comes: float = 1.0
     """probability that a row's draft is there"""
+    comes_for: Callable[[Sequence], bool] = lambda sequence: True
     config: CoreConfig = CONFIG
     seed: int = 1
     spec: Speculation = field(default_factory=Speculation)
@@ -57,7 +58,7 @@ class Machine:
         drafts = [0] * len(self.rows) if budgets is None else budgets
         drafted, accepted = [], []
         for sequence, k in zip(self.rows, drafts, strict=True):
-            drafted.append(k if self.dice.random() < self.comes else 0)
+            drafted.append(k if self.dice.random() < self.comes and self.comes_for(sequence) else 0)
             right = 0
             while right < drafted[-1] and self.dice.random() < self.right(sequence):
                 right += 1
@@ -105,6 +106,19 @@ class Machine:
         size = rows * (1 + k * self.comes)
         tokens = rows * (1 + self.comes * sum(survival([probability] * k)))
         return tokens / self.duration(size, k > 0)
+
+
+def test_rows_that_nobody_drafts_for_do_not_speak_for_the_others() -> None:
+    """Their request asks for a proposer that the draft worker doesn't have."""
+    machine = Machine(right=lambda sequence: 0.8)
+    machine.add(4)
+    mute = machine.rows[0]
+    machine.comes_for = lambda sequence: sequence is not mute
+    budgets = machine.run(400)[-40:]
+    assert machine.spec.availability > 0.9
+    # It is asked for a token at most, which costs nothing while none comes.
+    assert max(drafts[0] for drafts in budgets) <= 1
+    assert sum(drafts[1] for drafts in budgets) > 3 * len(budgets)
 
 
 def test_plain_steps_are_measured_before_the_first_draft() -> None:
