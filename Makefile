@@ -4,10 +4,10 @@ SHELL := bash
 .DEFAULT_GOAL := help
 .PHONY: help setup serve test check format mutants protos docs bench bench-engine bench-speculation chaos soak gpu-check containers clean distclean
 
-# What `make serve` serves: MODEL=<folder, .gguf file or hub id>  WORKERS=2  DRAFT=<folder|ngram|none>
+# What `make serve` serves: MODEL=<folder, .gguf file or hub id>  WORKERS=2  DRAFT=<auto|folder|ngram|none>
 MODEL ?= default
 WORKERS ?= 1
-DRAFT ?= ngram
+DRAFT ?= auto
 PORT ?= 50051
 DTYPE ?=
 ARGS ?=
@@ -26,7 +26,7 @@ endif
 help: ## list the commands
 	@grep -hE '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
 	@echo
-	@echo 'make serve MODEL=<folder|file.gguf|hub id> WORKERS=2 DRAFT=<folder|ngram|none> PORT=50051 DTYPE=float32'
+	@echo 'make serve MODEL=<folder|file.gguf|hub id> WORKERS=2 DRAFT=<auto|folder|ngram|none> PORT=50051 DTYPE=float32'
 	@echo 'make test ARGS="tests/cluster -k config"'
 
 setup: ## make .venv, install, generate the stubs; a second run takes no time

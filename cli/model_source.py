@@ -21,6 +21,11 @@ DEFAULT = "default"
 DEFAULT_NAME = "SmolLM2-135M-Instruct"
 """as `engine.default_model` calls it, which can't be imported here: it brings torch"""
 
+DRAFTS = ("auto", "ngram", "none", "fake")
+"""what may be said instead of a draft model's folder"""
+_SHIPPED_DRAFT = Path(__file__).resolve().parent.parent / "drafts" / "smollm2-135m-instruct"
+"""distilled for the default model"""
+
 
 class ModelUnavailable(Exception):
     """There is no such model, or it can't be had; the message is fit for a user."""
@@ -39,6 +44,14 @@ def resolve(model: str, engine: str, scratch: Path) -> Path:
         cached = cache_folder() / "models" / DEFAULT_NAME
         return cached if cached.is_dir() else _ask(model, "the default model")
     return _ask(model, f"the model {model}")
+
+
+def resolve_draft(draft: str, model: str, engine: str, scratch: Path) -> str:
+    """The draft model's folder, or one of DRAFTS but auto, which is the shipped draft for the model it was made for."""
+    if draft == "auto":
+        shipped = model == DEFAULT and engine != "fake" and (_SHIPPED_DRAFT / "config.json").is_file()
+        return str(_SHIPPED_DRAFT) if shipped else "ngram"
+    return draft if draft in DRAFTS else str(resolve(draft, "transformers", scratch))
 
 
 def served_name(model: str, folder: Path) -> str:

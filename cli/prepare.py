@@ -32,7 +32,7 @@ def add_parser(commands: Subparsers) -> None:
     add("--model", default=model_source.DEFAULT, help="folder, .gguf file, hub id, or `default` (the default)")
     name = "the name that clients use (default: the model's own)"
     add("--served-model-name", type=served_name, metavar="NAME", help=name)
-    add("--draft", default="ngram", metavar="D", help="who drafts: a folder, ngram, none, fake (default ngram)")
+    add("--draft", default="auto", metavar="D", help="who drafts, as of `tandem up` (default auto)")
     add("--engine", choices=("transformers", "fake"), default="transformers", help="fake: no weights, for tests")
     add("--to", type=Path, required=True, metavar="FILE", help="the TOML file to write")
 
@@ -42,9 +42,7 @@ def run(args: argparse.Namespace) -> int:
     target: Path = args.to
     target.parent.mkdir(parents=True, exist_ok=True)
     folder = model_source.resolve(args.model, args.engine, target.parent)
-    draft = args.draft
-    if draft not in ("ngram", "none", "fake"):
-        draft = str(model_source.resolve(draft, "transformers", target.parent))
+    draft = model_source.resolve_draft(args.draft, args.model, args.engine, target.parent)
     name = args.served_model_name or model_source.served_name(args.model, folder)
     write_atomically(target, render(tables(str(folder), name, draft, args.engine)))
     print(f"{name} is ready in {folder}; the services' configuration is in {target}")

@@ -26,7 +26,7 @@ _FAILED_STOP_S = 5.0
 
 _EXAMPLES = """\
 examples:
-  tandem up                                     the default model, drafts from an n-gram index
+  tandem up                                     the default model and the draft model distilled for it
   tandem up --model ./my-llama --workers 2      a folder, a .gguf file or a hub id
   tandem up --model ./big --draft ./small       a small model drafts for a big one
   tandem up --engine fake --port 0              the whole cluster without weights, on any free port
@@ -44,7 +44,13 @@ def add_parser(commands: Subparsers) -> None:
     name = "the name that clients use (default: the model's own)"
     add("--served-model-name", type=served_name, metavar="NAME", help=name)
     add("--workers", type=positive(int), default=1, metavar="N", help="processes that run the model (default 1)")
-    add("--draft", default="ngram", metavar="D", help="who drafts: a folder, ngram, none, fake (default ngram)")
+    add(
+        "--draft",
+        default="auto",
+        metavar="D",
+        help="who drafts: a folder, ngram, none, fake, or auto: the draft that comes with the default model, ngram for "
+        "others (the default)",
+    )
     add(
         "--proposer",
         choices=("auto", "model", "ngram", "combined"),
@@ -100,8 +106,7 @@ def run(args: argparse.Namespace) -> int:
         _check_port(args.host, number)
     with tempfile.TemporaryDirectory(prefix="tandem-") as scratch:
         folder = model_source.resolve(args.model, args.engine, Path(scratch))
-        if args.draft not in ("ngram", "none", "fake"):
-            args.draft = str(model_source.resolve(args.draft, "transformers", Path(scratch)))
+        args.draft = model_source.resolve_draft(args.draft, args.model, args.engine, Path(scratch))
         options = ClusterOptions(
             model=str(folder),
             served_model_name=args.served_model_name or model_source.served_name(args.model, folder),

@@ -6,14 +6,22 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from distill.card import card
 from distill.evaluation import Acceptance
 from distill.network import draft_settings
 from distill.target import Opened
 from distill.training import Trainer
 from engine.decoder_weights import Checkpoint
-from engine.draft_folder import HEAD_TOKEN_IDS, embedding_digest, write_draft
+from engine.draft_folder import HEAD_TOKEN_IDS, WEIGHTS, embedding_digest, write_draft
 
-_NOT_SETTINGS = frozenset({"_name_or_path", "architectures", "dtype", "transformers_version", "use_cache"})
+_NOT_SETTINGS = frozenset(
+    {
+        *("_name_or_path", "architectures", "chunk_size_feed_forward", "dtype", "id2label", "initializer_range"),
+        *("is_encoder_decoder", "label2id", "output_attentions", "output_hidden_states", "pretraining_tp"),
+        *("problem_type", "return_dict", "transformers_version", "unk_token_id", "use_cache"),
+    }
+)
+"""of a configuration, what says nothing about the decoder"""
 _DIGITS = 4
 
 
@@ -39,6 +47,7 @@ def export(
     }
     tensors = {name: parameter.detach() for name, parameter in trainer.network.trained().items()}
     write_draft(out, config, {**tensors, HEAD_TOKEN_IDS: trainer.token_ids})
+    (out / "README.md").write_text(card(config, (out / WEIGHTS).stat().st_size), "utf-8")
 
 
 def _rounded(value: Any) -> Any:

@@ -11,7 +11,7 @@ import pytest
 
 from cli import model_source
 from cli.fake_model import write_fake_model
-from cli.model_source import ModelUnavailable, resolve, served_name
+from cli.model_source import ModelUnavailable, resolve, resolve_draft, served_name
 
 
 def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
@@ -89,3 +89,19 @@ def test_files_and_folders_are_served_under_their_own_name(tmp_path: Path) -> No
     assert served_name(str(tmp_path / "tiny.Q4.gguf"), Path("/cache/1234")) == "tiny.Q4"
     (tmp_path / "folder").mkdir()
     assert served_name(f"{tmp_path}/folder/", tmp_path / "folder") == "folder"
+
+
+def test_a_draft_is_a_model_or_a_word(tmp_path: Path) -> None:
+    folder = write_fake_model(tmp_path / "m")
+    for word in ("ngram", "none", "fake"):
+        assert resolve_draft(word, "default", "transformers", tmp_path) == word
+    assert resolve_draft(str(folder), "default", "transformers", tmp_path) == str(folder)
+
+
+def test_the_default_model_comes_with_a_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_source, "_SHIPPED_DRAFT", tmp_path)
+    assert resolve_draft("auto", "default", "transformers", tmp_path) == "ngram"
+    (tmp_path / "config.json").write_text("{}")
+    assert resolve_draft("auto", "default", "transformers", tmp_path) == str(tmp_path)
+    assert resolve_draft("auto", "default", "fake", tmp_path) == "ngram"
+    assert resolve_draft("auto", str(tmp_path / "m"), "transformers", tmp_path) == "ngram"

@@ -1,0 +1,76 @@
+"""A distilled draft as a proposer: beside its target, with the target's ids and noise; refused where it can't be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from draft_worker.combined_proposer import CombinedProposer
+from draft_worker.config import DraftWorkerConfig
+from draft_worker.loading import load_proposer
+from draft_worker.mirrors import Mirror
+from engine import noise
+from engine.errors import ModelError
+from tests.distill.conftest import write_target
+from tests.integration.test_distilled_draft import write_first_layers
+
+PROMPT = [256, 258, *b"Why?", 259]
+SEED = 9
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_target(tmp_path_factory.mktemp("tiny") / "target")
+
+
+@pytest.fixture(scope="module")
+def draft(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_first_layers(target, tmp_path_factory.mktemp("draft"))
+
+
+def config(target: Path, draft: Path, **changes: Any) -> DraftWorkerConfig:
+    settings = {"target": "m", "threads": 1, "dtype": "float32", "device": "cpu", "proposer": "model"}
+    return DraftWorkerConfig(**{**settings, "target_model": str(target), "draft": str(draft), **changes})
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_it_guesses_what_the_target_would_say(target: Path, draft: Path, temperature: float) -> None:
+    proposer = load_proposer(config(target, draft))
+    mirror = Mirror(1, 0, 1, list(PROMPT), len(PROMPT), SEED, temperature, 8, 0)
+    while mirror.wanted:
+        proposer.extend([mirror])
+    oracle: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    outside = torch.arange(oracle.config.vocab_size) % 4 == 0
+    token_ids, right = list(PROMPT), 0
+    for index, guess in enumerate(mirror.guess):
+        scores = oracle(input_ids=torch.tensor([token_ids])).logits[0, -1]
+        if temperature:
+            scores = scores / temperature + noise.gumbel(SEED, index, len(scores))
+        right += guess == int(scores.masked_fill(outside, -torch.inf).argmax())
+        token_ids.append(guess)
+    # Its weights are rounded to int8, so that a guess may differ; most don't.
+    assert right >= 0.7 * len(mirror.guess) > 5
+    assert all(guess % 4 for guess in mirror.guess)
+
+
+def test_the_index_stands_in_front_of_it(target: Path, draft: Path) -> None:
+    proposer = load_proposer(config(target, draft, proposer="auto"))
+    assert isinstance(proposer, CombinedProposer)
+    assert proposer.name == f"ngram+{draft.name}"
+
+
+def test_another_target_is_refused(target: Path, draft: Path, tmp_path: Path) -> None:
+    other = write_target(tmp_path / "other", seed=4)
+    with pytest.raises(ModelError, match="draft for another target"):
+        load_proposer(config(other, draft))
+
+
+@pytest.mark.parametrize("vocabulary", ["text", "intersection"])
+def test_its_vocabulary_is_its_targets(target: Path, draft: Path, vocabulary: str) -> None:
+    with pytest.raises(ModelError, match=r"vocabulary: .* was distilled for one target"):
+        load_proposer(config(target, draft, vocabulary=vocabulary))
