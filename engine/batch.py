@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -52,6 +52,34 @@ def pad_tables(tables: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
     return padded
 
 
+@dataclass(slots=True)
+class DecodeRows:
+    """Rows that compute one token each, of which nothing is wanted but the next one.
+
+    Plain numbers: a step of few rows is so short that arrays made for it are felt.
+    """
+
+    numbers: list[int]
+    """row after row: its slot, its token's position, the token's id, the choice's seed as a signed 64-bit number, the
+    output index of the next token"""
+    temperatures: list[float]
+    """per row; 0 is greedy"""
+    block_tables: np.ndarray
+    """int32 [slots, B]: of every slot, as in `Batch`; one array for as long as it is wide enough"""
+
+
+@dataclass(slots=True)
+class Choices:
+    """How the next tokens of a batch's wanted logits are chosen: by noise alone, or by none."""
+
+    temperatures: list[float]
+    """[L]; 0 is greedy"""
+    seeds: list[int]
+    """[L]: the choices'"""
+    output_indices: list[int]
+    """[L]"""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
     """What an engine is and how much it holds."""
@@ -77,4 +105,24 @@ class Engine(Protocol):
         """Write the batch's KV and return float32 logits [L, vocab_size], on the engine's device, valid until the next
         call.
         """
+        ...
+
+
+@runtime_checkable
+class ChoosingEngine(Protocol):
+    """An engine that can go on to the tokens: those that `engine.sampler` would choose from the logits, -1 where it
+    couldn't because they aren't finite. Most logits needn't be computed for that.
+    """
+
+    @property
+    def chooses(self) -> bool:
+        """Whether this one does."""
+        ...
+
+    def choose(self, batch: Batch, choices: Choices) -> list[int]:
+        """Write the batch's KV and choose a token for each wanted logit."""
+        ...
+
+    def decode(self, rows: DecodeRows) -> list[int]:
+        """The same for rows of one token, one token for each."""
         ...

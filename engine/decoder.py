@@ -14,9 +14,10 @@ import torch
 
 from engine.decoder_spec import DecoderSpec, LayerSpec, RotarySpec, rotary_table
 from engine.decoder_weights import Weight
+from engine.kernels.cpp_ops import CppOps
 from engine.kernels.ops import AttentionRule, HeadNorms, LayerCache, Ops, PackedLinear, Rotary, StepPlan
 from engine.kernels.program import Program
-from engine.workspace import Views, Workspace, step_inputs
+from engine.workspace import ChoiceTensors, Views, Workspace, choice_inputs, step_inputs
 
 Call = Callable[[Views, StepPlan], object]
 """what it returns is of no use"""
@@ -52,6 +53,8 @@ class Decoder:
         self._body: list[Call] = []
         self._tail = self._head()
         self._programs: tuple[Program, Program] | None = None
+        self._num_skipped = torch.zeros(1, dtype=torch.int64)
+        self._choosing: tuple[Program, Program] | None = None
 
     def bind_caches(self, caches: list[LayerCache]) -> None:
         """One per layer, made by the same ops; before the first step."""
@@ -70,6 +73,16 @@ class Decoder:
             Program(inputs, lambda: _walk(self._body, views, plan)),
             Program(inputs, lambda: _walk(self._tail, views, plan)),
         )
+        if isinstance(self._ops, CppOps):
+            choices = ChoiceTensors(torch.zeros(1), torch.zeros(1), torch.zeros(1))
+            inputs = inputs + choice_inputs(choices)
+            choose = self._choose_head(self._ops)
+
+            def all_calls() -> None:
+                _walk(self._body, views, plan)
+                choose(views, choices)
+
+            self._choosing = Program(inputs, lambda: choose(views, choices)), Program(inputs, all_calls)
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> torch.Tensor:
@@ -89,6 +102,24 @@ class Decoder:
         else:
             self._programs[1].run(step_inputs(views, plan))
         return views.logits
+
+    @property
+    def whole_step(self) -> Program | None:
+        """All calls of a step whose logits are those of all its tokens, up to their choice: the inputs are
+        `step_inputs`, then `choice_inputs`. None where steps aren't recorded or the operations can't.
+        """
+        return None if self._choosing is None else self._choosing[1]
+
+    @torch.inference_mode()
+    def choose(self, plan: StepPlan, choices: ChoiceTensors) -> None:
+        """`forward` and the choice of tokens in one, after `record`; logits that decide nothing aren't computed."""
+        if self._programs is None or self._choosing is None:
+            raise RuntimeError("steps that choose are recorded")
+        views = self.workspace.views(len(plan.token_ids), len(plan.logit_indices))
+        self._programs[0].run(step_inputs(views, plan))
+        if views.last is not views.hidden:
+            torch.index_select(views.hidden, 0, plan.logit_indices, out=views.last)
+        self._choosing[0].run(step_inputs(views, plan) + choice_inputs(choices))
 
     # --------------------------------------------------------------------------------------------- the list of calls
 
@@ -160,6 +191,29 @@ class Decoder:
             lambda views, plan: norm(views.last, views.last_normed),
             lambda views, plan: linear(views.last_normed, weight, views.logits, spec.logit_scale, spec.logit_softcap),
         ]
+
+    def _choose_head(self, ops: CppOps) -> Callable[[Views, ChoiceTensors], None]:
+        """The final norm, and the head up to its rows' tokens."""
+        spec, weight, num_skipped = self.spec, self._packed("head"), self._num_skipped
+        screen = self._tensor("head_screen") if "head_screen" in self._weights else None
+        norm = self._norm("final_norm")
+
+        def call(views: Views, choices: ChoiceTensors) -> None:
+            norm(views.last, views.last_normed)
+            ops.choose_head(
+                views.last_normed,
+                weight,
+                screen,
+                spec.logit_scale,
+                spec.logit_softcap,
+                choices.temperatures,
+                choices.keys,
+                num_skipped,
+                views.logits,
+                choices.token_ids,
+            )
+
+        return call
 
     def _norm(self, name: str) -> Callable[[torch.Tensor, torch.Tensor], None]:
         weight, eps = self._tensor(name), self.spec.norm_eps

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from engine.batch import Batch
+from engine import noise
+from engine.batch import Batch, Choices, DecodeRows
 from engine.cuda_graphs import CudaRecorder, GraphedSteps, GraphLimits, Recorder, in_own_workspace
+from engine.decode_steps import DecodeSteps
 from engine.decoder import Decoder
 from engine.decoder_spec import DecoderSpec
 from engine.decoder_weights import Checkpoint, Weight, WeightReader
@@ -21,6 +23,7 @@ from engine.description import Undescribed, describe
 from engine.errors import IncompleteModel, UnsupportedModel
 from engine.kernels.cpp_linear import packed_layout
 from engine.kernels.cpp_ops import CppOps
+from engine.kernels.cpp_screen import pack_screen, screen_layout
 from engine.kernels.ops import Ops
 from engine.kernels.torch_ops import TorchOps
 from engine.kv_cache import LayerShape
@@ -28,6 +31,7 @@ from engine.loading import ModelFacts
 from engine.packed_weights import WORTH_MAPPING, entry_name, mapped_weights
 from engine.progress import Progress
 from engine.step_plan import StepPlanBuilder
+from engine.workspace import ChoiceTensors
 
 
 def decoder_spec(facts: ModelFacts, max_model_len: int) -> DecoderSpec | Undescribed:
@@ -82,15 +86,18 @@ class DecoderModel:
             weights = self._read(facts, progress, cache)
         self._decoder = Decoder(spec, weights, ops, dtype, device, max_model_len)
         self._forward: Callable[[Batch], torch.Tensor] = self._as_it_is
+        self._decode_steps: DecodeSteps | None = None
 
     def _read(self, facts: ModelFacts, progress: Progress | None, cache: Path | None) -> Mapping[str, Weight]:
         spec, ops, dtype, device = self._spec, self.ops, self.dtype, self.device
         if progress:
             progress("loading weights", None)
-        reader = WeightReader(spec, Checkpoint(facts.folder), ops, dtype, device)
+        on_cpp = isinstance(ops, CppOps)
+        pack = pack_screen if on_cpp and spec.logit_softcap <= 0 else None
+        reader = WeightReader(spec, Checkpoint(facts.folder), ops, dtype, device, pack)
         num_bytes = facts.num_parameters * dtype.itemsize
-        if isinstance(ops, CppOps) and num_bytes >= WORTH_MAPPING:
-            name = entry_name(facts.content_id, dtype, packed_layout())
+        if on_cpp and num_bytes >= WORTH_MAPPING:
+            name = entry_name(facts.content_id, dtype, f"{packed_layout()} {screen_layout()}")
             return mapped_weights(name, num_bytes, reader.items, cache)
         return dict(reader.items())
 
@@ -104,6 +111,8 @@ class DecoderModel:
         )
         if isinstance(self.ops, CppOps) and self._recorded:
             self._decoder.record()
+            program = self._decoder.whole_step
+            self._decode_steps = None if program is None else DecodeSteps(self._decoder, program, block_size)
         if recorder is not None:
             limits = GraphLimits(self._max_sequences, self._max_model_len, block_size, scratch_block=num_blocks)
             own = in_own_workspace(self._decoder, self._max_sequences, self.dtype, self.device)
@@ -113,6 +122,28 @@ class DecoderModel:
     def forward(self, batch: Batch) -> torch.Tensor:
         """float32 logits [L, vocab_size], valid until the next call."""
         return self._forward(batch)
+
+    @property
+    def chooses(self) -> bool:
+        """Whether `choose` and `decode` can be called."""
+        return self._decode_steps is not None
+
+    def choose(self, batch: Batch, choices: Choices) -> list[int]:
+        """See `engine.batch.ChoosingEngine`."""
+        keys = noise.row_keys(choices.seeds, choices.output_indices)
+        tensors = ChoiceTensors(
+            torch.tensor(choices.temperatures, dtype=torch.float32),
+            torch.from_numpy(keys),
+            torch.empty(len(keys), dtype=torch.int64),
+        )
+        self._decoder.choose(self._plans.build(batch), tensors)
+        token_ids: list[int] = tensors.token_ids.tolist()
+        return token_ids
+
+    def decode(self, rows: DecodeRows) -> list[int]:
+        """See `engine.batch.ChoosingEngine`."""
+        assert self._decode_steps is not None
+        return self._decode_steps.run(rows)
 
     def forward_with_features(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """The logits, and what the head made them of: [L, hidden] of the model's dtype, valid as long."""

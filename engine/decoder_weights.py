@@ -4,6 +4,7 @@ Names of what comes out:
 
     embedding                     [vocab, hidden] of the model's dtype; absent if the head is tied to it
     head                          packed
+    head_screen                   uint8, an int8 copy of the head, where one was asked for and can be made
     final_norm                    float32; `.bias` with it if norms have one
     layers.N.qkv, .out, .gate_up, .down                  packed, biases inside
     layers.N.attention_norm, .attention_post_norm, .mlp_norm, .mlp_post_norm, .query_norm, .key_norm     float32
@@ -13,7 +14,7 @@ A source tensor is mapped while it is packed and let go of before the next one, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -63,9 +64,17 @@ class WeightReader:
     """Reads and packs everything that a spec names."""
 
     def __init__(
-        self, spec: DecoderSpec, checkpoint: Checkpoint, ops: Ops, dtype: torch.dtype, device: torch.device
+        self,
+        spec: DecoderSpec,
+        checkpoint: Checkpoint,
+        ops: Ops,
+        dtype: torch.dtype,
+        device: torch.device,
+        pack_screen: Callable[[torch.Tensor], torch.Tensor | None] | None = None,
     ) -> None:
+        """`pack_screen` makes the screen of a head without bias."""
         self._spec = spec
+        self._pack_screen = pack_screen
         self._checkpoint = checkpoint
         self._ops = ops
         self._dtype = dtype
@@ -84,7 +93,11 @@ class WeightReader:
         yield from self._norm("final_norm", names.final_norm, spec.hidden_size)
         head = names.embedding if spec.tied_head else names.head
         bias = self._vector(f"{names.head}.bias", spec.vocab_size) if spec.head_bias else None
-        yield "head", self._ops.pack(self._matrix(head, matrix), bias)
+        weight = self._matrix(head, matrix)
+        yield "head", self._ops.pack(weight, bias)
+        screen = self._pack_screen(weight) if self._pack_screen and bias is None else None
+        if screen is not None:
+            yield "head_screen", screen
 
     def _layer(self, prefix: str) -> Iterator[tuple[str, Weight]]:
         spec, names = self._spec, self._spec.names

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from engine.batch import Batch, EngineInfo
+from engine.batch import Batch, Choices, ChoosingEngine, DecodeRows, EngineInfo
 from engine.decoder_route import DecoderModel, decoder_spec, refusal
 from engine.description import Undescribed
 from engine.errors import UnsupportedModel
@@ -98,6 +98,7 @@ class ModelRunner:
         num_blocks = plan_num_blocks(MemoryRequest(options.num_blocks, options.kv_cache_gib), memory)
         model.allocate(num_blocks, options.block_size)
         self._model = model
+        self._choosing = model if isinstance(model, ChoosingEngine) and model.chooses else None
         self.facts = facts
         self._info = EngineInfo(
             fingerprint=fingerprint(model, facts, max_model_len, options.numerics),
@@ -140,6 +141,21 @@ class ModelRunner:
     def forward(self, batch: Batch) -> torch.Tensor:
         """See `Engine.forward`."""
         return self._model.forward(batch)
+
+    @property
+    def chooses(self) -> bool:
+        """See `ChoosingEngine`."""
+        return self._choosing is not None
+
+    def choose(self, batch: Batch, choices: Choices) -> list[int]:
+        """See `ChoosingEngine`; only where `chooses`."""
+        assert self._choosing is not None
+        return self._choosing.choose(batch, choices)
+
+    def decode(self, rows: DecodeRows) -> list[int]:
+        """See `ChoosingEngine`; only where `chooses`."""
+        assert self._choosing is not None
+        return self._choosing.decode(rows)
 
 
 def _load_model(

@@ -23,7 +23,7 @@ from engine.logprobs import PositionLogprobs, position_logprobs
 from engine.processors import SampleRow, change_logits_, kept_token_ids
 from engine.sampling_params import SamplingParams
 
-__all__ = ["SampleResult", "SampleRow", "sample"]
+__all__ = ["SampleResult", "SampleRow", "sample", "sampled_tokens"]
 
 _CHUNK_ELEMENTS = {"cpu": 1 << 17}  # what stays in a core's cache
 _DEVICE_CHUNK_ELEMENTS = 1 << 24
@@ -61,6 +61,13 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> SampleResult:
         _choose_changed(logits, rows, [index for index in changed if index not in result.errors], result)
     _add_logprobs(logits, rows, result)
     return result
+
+
+def sampled_tokens(token_ids: Sequence[int]) -> SampleResult:
+    """The result where an engine chose, `engine.batch.ChoosingEngine`."""
+    errors = {index: NOT_FINITE for index, token_id in enumerate(token_ids) if token_id < 0}
+    tokens = [None if token_id < 0 else token_id for token_id in token_ids]
+    return SampleResult(tokens, [None] * len(tokens), errors)
 
 
 def _choose_changed(logits: torch.Tensor, rows: Sequence[SampleRow], indices: list[int], result: SampleResult) -> None:

@@ -49,6 +49,8 @@ class SamplingParams:
     """whether what stands in the context changes logits"""
     changes_logits: bool = field(init=False, repr=False, compare=False)
     """whether anything before the temperature may apply"""
+    only_chooses: bool = field(init=False, repr=False, compare=False)
+    """whether a token is all that is wanted, and the likeliest one or the one with the highest noise"""
 
     def __post_init__(self) -> None:
         _check(self.temperature >= 0, "temperature", "finite and not negative", self.temperature)
@@ -79,6 +81,8 @@ class SamplingParams:
         object.__setattr__(self, "penalises", penalises)
         bans = bool(self.bad_words or (self.min_tokens and self.stop_token_ids))
         object.__setattr__(self, "changes_logits", penalises or bans or bool(self.logit_bias))
+        logprobs = self.top_logprobs is not None or self.prompt_logprobs is not None
+        object.__setattr__(self, "only_chooses", not (self.truncates or self.changes_logits or logprobs))
 
 
 def _check(valid: bool, name: str, rule: str, value: object) -> None:

@@ -46,6 +46,23 @@ class Views:
     """float32 [L, vocab_size]"""
 
 
+@dataclass(frozen=True, slots=True)
+class ChoiceTensors:
+    """How the tokens of wanted logits are chosen, and which they are."""
+
+    temperatures: torch.Tensor
+    """float32 [L]"""
+    keys: torch.Tensor
+    """int64 [L, 2], `noise.row_key`"""
+    token_ids: torch.Tensor
+    """out: int64 [L]"""
+
+
+def choice_inputs(choices: ChoiceTensors) -> list[torch.Tensor]:
+    """All tensors of a choice."""
+    return [choices.temperatures, choices.keys, choices.token_ids]
+
+
 def step_inputs(views: Views, plan: StepPlan) -> list[torch.Tensor]:
     """All tensors that differ from step to step."""
     return [
@@ -80,12 +97,15 @@ class Workspace:
         self._device = device
         self._num_tokens = 0
         self._num_logits = 0
+        self.generation = 0
+        """rises when views from before are of buffers that aren't used any more"""
         self._views: tuple[int, int, Views] | None = None
 
     def reserve(self, num_tokens: int, num_logits: int) -> None:
         """Make sure that steps of up to so many tokens and logits allocate nothing."""
         spec, heads = self._spec, self._spec.heads
         self._views = None
+        self.generation += 1
         if num_tokens > self._num_tokens:
             self._num_tokens = n = _rounded(num_tokens)
             queries, keys = heads.num_heads * heads.head_dim, heads.kv_heads * heads.head_dim

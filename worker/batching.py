@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from engine.batch import Batch
+from engine.batch import Batch, Choices, DecodeRows
 from worker.sequences import Sequence
 
 _ONE = np.ones(1, np.int64)
@@ -15,12 +15,14 @@ class RowPlan:
 
     __slots__ = (
         "draft",
+        "is_decode",
         "is_plain",
         "max_draft_tokens",
         "num_known",
         "num_logits",
         "num_sampled",
         "num_tokens",
+        "only_chooses",
         "row",
         "samples",
         "sequence",
@@ -57,6 +59,10 @@ class RowPlan:
         """logits come from the last so many tokens of the row"""
         self.is_plain = samples and not draft and not wants_prompt_logprobs and sequence.params.top_logprobs is None
         """one token comes of it, and nothing else"""
+        self.is_decode = self.is_plain and num_known == 1
+        """its last known token is all that it computes"""
+        self.only_chooses = sequence.params.only_chooses or not (samples or wants_prompt_logprobs)
+        """its logits decide tokens by themselves, or with noise"""
 
 
 def build_batch(plans: list[RowPlan], block_tables: np.ndarray, block_size: int) -> Batch:
@@ -94,6 +100,30 @@ def build_batch(plans: list[RowPlan], block_tables: np.ndarray, block_size: int)
         block_tables=block_tables[slots, :width],
         logit_indices=logit_indices,
     )
+
+
+def decode_rows(plans: list[RowPlan], block_tables: np.ndarray) -> DecodeRows:
+    """The same of rows that are all `is_decode` and `only_chooses`."""
+    numbers: list[int] = []
+    temperatures: list[float] = []
+    for plan in plans:
+        sequence = plan.sequence
+        tokens, params = sequence.tokens, sequence.params
+        numbers += (sequence.slot, plan.start, tokens[-1], sequence.signed_seed, len(tokens) - sequence.num_prompt)
+        temperatures.append(0.0 if params.greedy else params.temperature)
+    return DecodeRows(numbers, temperatures, block_tables)
+
+
+def choices_of(plans: list[RowPlan]) -> Choices:
+    """How the positions that sample are chosen, row after row, of rows that are all `only_chooses`."""
+    choices = Choices([], [], [])
+    for plan in plans:
+        sequence, num_sampled = plan.sequence, plan.num_sampled
+        params, first = sequence.params, sequence.num_output
+        choices.temperatures += [0.0 if params.greedy else params.temperature] * num_sampled
+        choices.seeds += [sequence.choice_seed] * num_sampled
+        choices.output_indices += range(first, first + num_sampled)
+    return choices
 
 
 def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:

@@ -21,9 +21,9 @@ from typing import Protocol
 import torch
 
 from cluster.logs import event
-from engine.batch import Engine
-from engine.sampler import SampleResult, SampleRow, sample
-from worker.batching import RowPlan, build_batch
+from engine.batch import ChoosingEngine, Engine
+from engine.sampler import SampleResult, SampleRow, sample, sampled_tokens
+from worker.batching import RowPlan, build_batch, choices_of, decode_rows
 from worker.sequences import Sequence, SequenceTable
 from worker.settlement import Settlement
 from worker.steps import Step, StepOutcome
@@ -104,6 +104,7 @@ class Executor:
         self.engine = engine
         self.sequences = sequences
         self.drafting = drafting
+        self._chooser = engine if isinstance(engine, ChoosingEngine) and engine.chooses else None
         self._block_size = sequences.limits.block_size
         self._clock = clock
         self._failed_in_a_row = 0
@@ -237,8 +238,22 @@ class Executor:
         settlement.settle(plans, logits, sampled)
         return 0
 
-    def _forward(self, plans: list[RowPlan]) -> tuple[torch.Tensor, SampleResult]:
-        """Logits [L, V] of all rows, and one sampled token for each position that samples, row after row."""
+    def _choose(self, chooser: ChoosingEngine, plans: list[RowPlan]) -> list[int]:
+        """One token for each position that samples, row after row, -1 where there is none; no logits are seen."""
+        if all(plan.is_decode for plan in plans):
+            rows = decode_rows(plans, self.sequences.block_tables)
+            self._before_forward()
+            return chooser.decode(rows)
+        batch, choices = build_batch(plans, self.sequences.block_tables, self._block_size), choices_of(plans)
+        self._before_forward()
+        return chooser.choose(batch, choices)
+
+    def _forward(self, plans: list[RowPlan]) -> tuple[torch.Tensor | None, SampleResult]:
+        """One sampled token for each position that samples, row after row; and logits [L, V] of all rows, None where
+        nothing wants them.
+        """
+        if self._chooser is not None and all(plan.only_chooses for plan in plans):
+            return None, sampled_tokens(self._choose(self._chooser, plans))
         batch = build_batch(plans, self.sequences.block_tables, self._block_size)
         self._before_forward()
         logits = self.engine.forward(batch)

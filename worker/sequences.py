@@ -65,11 +65,14 @@ class Sequence:
     ended: bool = False
     untold_finish: bool = False
     """it was admitted with no token left to emit, which its first row says"""
+    signed_seed: int = field(init=False)
+    """choice_seed as a signed number of 64 bits"""
     longest: int = field(init=False)
     """known tokens at which it ends"""
     _counts: TokenCounts | None = None
 
     def __post_init__(self) -> None:
+        self.signed_seed = self.choice_seed - (self.choice_seed >> 63 << 64)
         self.longest = self.num_prompt + self.params.max_tokens
 
     @property

@@ -42,8 +42,10 @@ class Settlement:
         self._failed_rows.add(plan.row)
         self._failures.append(RowFailure(plan.row, reason, message))
 
-    def settle(self, plans: list[RowPlan], logits: torch.Tensor, sampled: SampleResult) -> None:
-        """Rows that went through the engine: logits [L, V] of all of them, sampled tokens of those that sample."""
+    def settle(self, plans: list[RowPlan], logits: torch.Tensor | None, sampled: SampleResult) -> None:
+        """Rows that went through the engine: logits [L, V] of all of them, where a row wants a prompt's
+        log-probabilities; sampled tokens of those that sample.
+        """
         at_logit = at_sample = 0
         for plan in plans:
             self._num_model_tokens += plan.num_tokens
@@ -54,7 +56,8 @@ class Settlement:
                 else:
                     self._emit_one(plan, token_id)
             else:
-                self._settle_row(plan, logits[at_logit : at_logit + plan.num_logits], sampled, at_sample)
+                own = None if logits is None else logits[at_logit : at_logit + plan.num_logits]
+                self._settle_row(plan, own, sampled, at_sample)
             at_logit += plan.num_logits
             at_sample += plan.num_sampled
 
@@ -77,10 +80,10 @@ class Settlement:
             num_model_tokens=self._num_model_tokens,
         )
 
-    def _settle_row(self, plan: RowPlan, logits: torch.Tensor, sampled: SampleResult, at: int) -> None:
+    def _settle_row(self, plan: RowPlan, logits: torch.Tensor | None, sampled: SampleResult, at: int) -> None:
         """A row with all that it may have."""
         prompt: list[PositionLogprobs] = []
-        if plan.wants_prompt_logprobs:
+        if plan.wants_prompt_logprobs and logits is not None:
             prompt = self._prompt_logprobs(plan, logits)
         if plan.row in self._failed_rows:
             return

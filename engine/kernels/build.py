@@ -38,10 +38,11 @@ from engine.progress import Progress
 SOURCES = Path(__file__).parent / "csrc"
 _WITHOUT_LEVEL = ("threads",)
 """sources compiled once, without vectors of their own"""
+_AVX512 = ("-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 LEVELS = {
     "avx2": ("-mavx2", "-mfma"),
-    "avx512": ("-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"),
-    "avx512bf16": ("-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16"),
+    "avx512": _AVX512,
+    "avx512bf16": (*_AVX512, "-mavx512bf16", "-mavx512vnni"),
 }
 _FLAGS = ("-O3", "-std=c++20", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden", "-Wall")
 _QUIET = ("-Wno-maybe-uninitialized", "-Wno-uninitialized")

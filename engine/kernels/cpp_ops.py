@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from engine.kernels import cpp_attention, cpp_choose, cpp_linear
+from engine.kernels import cpp_attention, cpp_choose, cpp_linear, cpp_screen
 from engine.kernels.build import level_number, sources_hash
 from engine.kernels.cpp_attention import CppCache
 from engine.kernels.ops import (
@@ -47,6 +47,7 @@ class CppOps:
             raise ValueError(f"this CPU has no {self.level}, its best level is {best}")
         cpp_attention.load_operations()
         cpp_choose.load_operations()
+        cpp_screen.load_operations()
         self._choose = cpp_choose.CppChoose(self.level).choose
         ops = torch.ops.tandem
         self._embed = ops.embed.default
@@ -139,6 +140,36 @@ class CppOps:
 
     def choose(self, logits: torch.Tensor, temperatures: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         return self._choose(logits, temperatures, keys)
+
+    def choose_head(
+        self,
+        x: torch.Tensor,
+        weight: PackedLinear,
+        screen: torch.Tensor | None,
+        scale: float,
+        softcap: float,
+        temperatures: torch.Tensor,
+        keys: torch.Tensor,
+        num_skipped: torch.Tensor,
+        logits: torch.Tensor,
+        token_ids: torch.Tensor,
+        most_rows: int = cpp_screen.MOST_ROWS,
+    ) -> None:
+        """`linear` and `choose` in one, into token_ids int64 [L]: see `cpp_screen.choose_head`."""
+        cpp_screen.choose_head(
+            self._level,
+            x,
+            weight,
+            screen,
+            scale,
+            softcap,
+            temperatures,
+            keys,
+            num_skipped,
+            logits,
+            token_ids,
+            most_rows,
+        )
 
 
 def _own(cache: LayerCache) -> CppCache:

@@ -33,6 +33,10 @@ class Program:
         """As many inputs as were recorded with, in their order; of any shape."""
         self._program.run(inputs)
 
+    def decode_steps(self, block_size: int) -> Any:
+        """What runs this program from a few numbers per row: csrc/decode_steps.h."""
+        return torch.classes.tandem.DecodeSteps(self._program, block_size)
+
 
 class _Recording(TorchDispatchMode):
     """Writes down every operation instead of running it."""

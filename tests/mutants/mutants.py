@@ -169,6 +169,27 @@ MUTANTS: tuple[Mutant, ...] = (
         WORKER,
     ),
     Mutant(
+        "noise-of-the-token-before",
+        "worker/batching.py",
+        "sequence.signed_seed, len(tokens) - sequence.num_prompt)",
+        "sequence.signed_seed, len(tokens) - sequence.num_prompt - 1)",
+        ("tests/worker/test_choosing.py",),
+    ),
+    Mutant(
+        "seed-cut-to-63-bits",
+        "worker/sequences.py",
+        "self.signed_seed = self.choice_seed - (self.choice_seed >> 63 << 64)",
+        "self.signed_seed = self.choice_seed & ~(1 << 63)",
+        ("tests/worker/test_choosing.py",),
+    ),
+    Mutant(
+        "cuts-forgotten-by-an-engine-that-chooses",
+        "engine/sampling_params.py",
+        "not (self.truncates or self.changes_logits or logprobs)",
+        "not (self.changes_logits or logprobs)",
+        ("tests/worker/test_choosing.py",),
+    ),
+    Mutant(
         "repeated-token-forwarded",
         "gateway/streams.py",
         "        token_ids = news.token_ids[skipped:]\n",

@@ -15,6 +15,7 @@
 // Items are whole rows, or pieces of rows where there are few; of equal sums the first piece's wins: the lowest id.
 #include "choose.h"
 
+#include "choose_noise.h"
 #include "choose_row.h"
 #include "threads.h"
 
@@ -22,8 +23,6 @@ namespace tandem::TANDEM_LEVEL {
 namespace {
 
 constexpr int64_t kPiece = 16384;  // tokens; about 10 µs of work
-constexpr float kNoiseMin = -2.8116f, kNoiseMax = 22.875f;
-constexpr float kMargin = 1.001f;
 constexpr float kLogprobFloor = -9999.0f;
 // Scores at and above which the tokens that a cut leaves are looked for, the narrowest first.
 constexpr float kWindows[] = {-4.0f, -8.0f, -16.0f};
@@ -107,28 +106,6 @@ Kept find_cut(const Row& row, int64_t top_k, double top_p, float min_p) {
     cut_after(find_boundary(row, true, needed, kWeightless, tokens));
   }
   return kept;
-}
-
-struct Noise {
-  Words k0, k1;
-
-  explicit Noise(const int64_t* key)
-      : k0(fill_words(static_cast<uint32_t>(key[0]))), k1(fill_words(static_cast<uint32_t>(key[1]))) {}
-  Words bits(int64_t first_id) const { return uniform_bits(k0, k1, counting_from(first_id)); }
-  float of(int64_t id) const {
-    float noise[kLanes];
-    store(noise, gumbel_of_bits(bits(id)));
-    return noise[0];
-  }
-};
-
-// Which lanes can reach a sum of `bound`. 2^y ≤ 2^⌊y⌋ · (1 + frac y), and the right side is what y · 2^23 reads as,
-// once the exponent's bias is added.
-uint32_t possible(Lanes scores, Words bits, float bound) {
-  Lanes reach = mul(sub(scores, fill(bound)), fill(static_cast<float>(0x1p23 / 0.6931471805599453)));
-  reach = max(add(reach, fill(127 * 0x1p23f)), zero());
-  reach = add(mul(floats_of(truncate(reach)), fill(kMargin * 0x1p32f)), fill(1.0f));
-  return bits_of(at_least(reach, unsigned_to_float(bits)));
 }
 
 // The best sum of score and noise of the tokens begin … end − 1 that are kept. Some token of the row reaches `bound`.

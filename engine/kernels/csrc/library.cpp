@@ -12,7 +12,8 @@ int64_t best_level() {
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   if (!avx512) return static_cast<int64_t>(tandem::Level::avx2);
-  return static_cast<int64_t>(__builtin_cpu_supports("avx512bf16") ? tandem::Level::avx512bf16 : tandem::Level::avx512);
+  const bool bf16 = __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+  return static_cast<int64_t>(bf16 ? tandem::Level::avx512bf16 : tandem::Level::avx512);
 }
 
 void set_threads(int64_t num_threads, at::IntArrayRef cores) {

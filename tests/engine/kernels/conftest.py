@@ -21,7 +21,7 @@ from engine.kernels.torch_ops import TorchOps
 CPU_FLAGS = {
     "avx2": {"avx2", "fma"},
     "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq"},
-    "avx512bf16": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16"},
+    "avx512bf16": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "avx512_vnni"},
 }
 """What a level needs, in the words of /proc/cpuinfo"""
 
