@@ -14,6 +14,7 @@ the outcome of a step that was issued in an earlier epoch.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 
@@ -40,12 +41,17 @@ logger = logging.getLogger(__name__)
 WELCOME_TIMEOUT_S = 5.0
 HEARTBEAT_S = 1.0
 MAX_BACKOFF_S = 2.0
+LEAVE_TIMEOUT_S = 0.25
 # A write to a stream that has just ended raises InvalidStateError.
 STREAM_ERRORS = (grpc.RpcError, asyncio.InvalidStateError, TimeoutError)
 
 
 class StreamEnded(Exception):
     """The scheduler ended the stream, or broke the protocol."""
+
+
+class Outranked(StreamEnded):
+    """The worker leaves for a newer leader."""
 
 
 class Attachment:
@@ -159,7 +165,9 @@ class Attachment:
             self._steps.drop_queued()
             for part in parts:
                 part.cancel()
-            await asyncio.gather(*parts, return_exceptions=True)
+            ends = await asyncio.gather(*parts, return_exceptions=True)
+            if any(isinstance(end, Outranked) for end in ends):
+                await _take_leave(call)
             abandon(call)
             await channel.close()
 
@@ -229,7 +237,7 @@ class Attachment:
 
     async def _until_outranked(self) -> None:
         address = await self._leaders.outranked(self._term)
-        raise StreamEnded(f"{address} leads under a higher term")
+        raise Outranked(f"{address} leads under a higher term")
 
     async def _beat(self) -> None:
         while True:
@@ -244,6 +252,14 @@ class Attachment:
         if attached != self.attached:
             self.attached = attached
             self._on_attached(attached)
+
+
+async def _take_leave(call: grpc.aio.StreamStreamCall) -> None:
+    """Close our side, so that the scheduler takes the end for no crash. One that stands still is not waited for."""
+    with contextlib.suppress(*STREAM_ERRORS):
+        async with asyncio.timeout(LEAVE_TIMEOUT_S):
+            await call.done_writing()
+            await call.code()
 
 
 def _residents(executor: Executor) -> list[Resident]:

@@ -37,6 +37,8 @@ class Stream:
     incoming: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
     outgoing: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
     heartbeats: list[scheduler_pb2.Heartbeat] = field(default_factory=list)
+    left: asyncio.Event = field(default_factory=asyncio.Event)
+    """the worker has closed its side in order"""
 
     def send(self, **message: Any) -> None:
         self.outgoing.put_nowait(scheduler_pb2.AttachResponse(**message))
@@ -69,6 +71,8 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         async def read() -> None:
             async for message in request_iterator:
                 stream.incoming.put_nowait(message)
+            stream.left.set()
+            stream.outgoing.put_nowait(None)
 
         reading = asyncio.ensure_future(read())
         try:
@@ -367,3 +371,24 @@ async def test_a_wish_to_be_relieved_outlives_the_scheduler_that_passed_it_on(be
     stream.outgoing.put_nowait(scheduler_pb2.AttachResponse(drain=scheduler_pb2.WorkerDrain()))
     stream.outgoing.put_nowait(None)
     assert (await bench.scheduler.next()).hello.draining
+
+
+async def test_leaving_for_a_newer_leader_is_told_apart_from_a_crash(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scheduler counts a stream that breaks as a crash of what the worker computed."""
+    monkeypatch.setattr("worker.attachment.LEAVE_TIMEOUT_S", 10)
+    first = await bench.scheduler.next()
+    newer = asyncio.Event()
+
+    async def outranked(term: int) -> str:
+        await newer.wait()
+        newer.clear()
+        return "127.0.0.1:1"
+
+    monkeypatch.setattr(bench.attachment._leaders, "outranked", outranked)
+    first.outgoing.put_nowait(None)
+    second = await bench.scheduler.next()
+    newer.set()
+    await asyncio.wait_for(second.left.wait(), 10)
+    assert (await bench.scheduler.next()).hello.worker_id == "w1"
