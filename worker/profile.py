@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from engine.batch import Batch, Engine
+from engine.batch import Batch, Choices, ChoosingEngine, Engine
 from engine.sampler import SampleRow, sample
 from engine.sampling_params import SamplingParams
 
@@ -58,7 +58,10 @@ def _step_s(engine: Engine, num_rows: int, clock: Callable[[], float]) -> float:
     rows = [SampleRow(SamplingParams(temperature=0.0), 0, 0, (), 1) for _ in range(num_rows)]
     began_s = clock()
     with torch.inference_mode():
-        sample(engine.forward(batch), rows)
+        if isinstance(engine, ChoosingEngine) and engine.chooses:
+            engine.choose(batch, Choices([0.0] * num_rows, [0] * num_rows, [0] * num_rows))
+        else:
+            sample(engine.forward(batch), rows)
     return clock() - began_s
 
 
