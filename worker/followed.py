@@ -5,8 +5,9 @@
     known     |===prompt===|==output==|         guess agrees with what was committed beyond base; the rest is the draft
 
 There are several tails at a time: the likeliest continuation and branches, which differ from it from some token on, and
-older ones that still agree. Where SILENT_COMMITS in a row went unanswered, none is used or waited for: then the draft
-worker is dead or too slow, and what it once guessed is not worth a step.
+older ones that still agree. A tail serves until MAX_COMMITS have come since it did, so that the third step after a
+draft worker's death has none, whether or not that was noticed; a live one has long sent another. Where SILENT_COMMITS
+in a row went unanswered, none is waited for.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from worker.draft_news import Open, Tail
 
 HASHES_KEPT = 128
 MAX_TAILS = 8
+MAX_COMMITS = 2
 SILENT_COMMITS = 2
 
 
@@ -45,6 +47,8 @@ class Followed:
     """a step has looked for a tail since, and found none"""
     tails: list[Tail] = field(default_factory=list)
     """in the order in which they came"""
+    ages: dict[int, int] = field(default_factory=dict)
+    """commits since a tail came, by its id()"""
 
     @property
     def told(self) -> int:
@@ -66,8 +70,6 @@ class Followed:
 
         The tail with the longest base counts, of equal ones the first, unless another one reaches further.
         """
-        if self.silent_commits >= SILENT_COMMITS:
-            return []
         known = len(tokens)
         self.tails = [tail for tail in self.tails if _may_serve(tail, tokens)]
         best: list[int] = []
@@ -77,6 +79,12 @@ class Followed:
                 best = tail.token_ids[offset : offset + limit]
         return best
 
+    def note_commit(self) -> None:
+        """Tokens were committed: every tail is a step older."""
+        self.silent_commits += 1
+        self.tails = [tail for tail in self.tails if self.ages[id(tail)] + 1 < MAX_COMMITS]
+        self.ages = {id(tail): self.ages[id(tail)] + 1 for tail in self.tails}
+
     def keep(self, tail: Tail) -> None:
         """A tail that only lengthens another replaces it; beyond MAX_TAILS the oldest goes."""
         self.tails = [
@@ -84,6 +92,7 @@ class Followed:
         ]
         if tail.token_ids:
             self.tails.append(tail)
+            self.ages[id(tail)] = 0
         del self.tails[:-MAX_TAILS]
 
     def hash_at(self, length: int) -> int | None:

@@ -210,7 +210,7 @@ class TailTable:
         if followed.missed:
             followed.missed = False
             self.latencies.append(inf)
-        followed.silent_commits += 1
+        followed.note_commit()
         followed.told_s = self._clock()
         if not followed.pending:
             followed.pending_base = followed.told

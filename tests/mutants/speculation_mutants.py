@@ -78,8 +78,8 @@ SPECULATION: tuple[Mutant, ...] = (
     Mutant(
         "dead-draft-worker-still-used",
         "worker/followed.py",
-        "        if self.silent_commits >= SILENT_COMMITS:\n            return []\n",
-        "",
+        "if self.ages[id(tail)] + 1 < MAX_COMMITS]",
+        "]",
         ("tests/worker/test_tails.py",),
     ),
     Mutant(

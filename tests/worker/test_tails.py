@@ -269,10 +269,10 @@ def test_a_branch_serves_where_the_likeliest_tail_was_wrong(table: TailTable) ->
     followed = opened(table)
     table.receive([tail_of(PROMPT, [1, 2, 3, 4, 5]), tail_of(PROMPT, [1, 9, 8, 7])])
     assert table.tail(0, followed.tokens, 4) == [1, 2, 3, 4]
-    commit_of(table, followed, 1)
-    # Both agree so far: the first that came is the likelier one.
-    assert table.tail(0, followed.tokens, 2) == [2, 3]
-    commit_of(table, followed, 9)
+    # Both agree with one token more: the first that came is the likelier one.
+    assert table.tail(0, [*PROMPT, 1], 2) == [2, 3]
+    table.receive([tail_of(PROMPT, [1, 2, 3, 4, 5]), tail_of(PROMPT, [1, 9, 8, 7])])
+    commit_of(table, followed, 1, 9)
     table.receive([tail_of(followed.tokens[:-1], [77])])
     assert table.tail(0, followed.tokens, 4) == [8, 7]
     commit_of(table, followed, 8, 6)
@@ -307,9 +307,9 @@ def test_what_a_silent_draft_worker_once_guessed_serves_two_steps_at_most(table:
         commit_of(table, followed, token_id)
         used.append(bool(table.tail(0, followed.tokens, 1)))
     assert used == [True, False, False, False, False]
-    # A word, and it is believed again.
+    # A word, and that is believed.
     table.receive([tail_of(followed.tokens, [5, 6])])
-    assert table.tail(0, followed.tokens, 4) == [5, 6, 7, 8]
+    assert table.tail(0, followed.tokens, 4) == [5, 6]
 
 
 def test_how_long_late_tails_take_is_known() -> None:
