@@ -126,13 +126,12 @@ def _lookups(tokens: Sequence[int], answer: Answer, longest: int) -> list[int]:
 
 
 def _looked_up(tokens: Sequence[int], position: int, ends: dict[tuple[int, ...], int], longest: int) -> int:
+    """A copy may run on into what it copied itself."""
     for length in LOOKUP_TOKENS:
         earlier = ends.get(tuple(tokens[max(0, position - length) : position]))
         if earlier is not None:
             right = 0
-            while (
-                right < longest and earlier + right < position and tokens[earlier + right] == tokens[position + right]
-            ):
+            while right < longest and tokens[earlier + right] == tokens[position + right]:
                 right += 1
             return right
     return -1

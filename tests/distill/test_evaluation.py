@@ -76,3 +76,7 @@ def test_lookups_see_only_what_came_before() -> None:
     found = _lookups(tokens, Answer(7, 12, 0, 0.0), 4)
     # At 7 no three tokens match; from 8 on "1 2 3" does, and what followed it: 4 9 1, then 2 is wrong.
     assert found == [-1, 3, 2, 1, 0]
+
+
+def test_a_copy_runs_on_into_itself() -> None:
+    assert _lookups([5, 6, 5, 6, 5, 6, 5, 6, 5, 6], Answer(4, 10, 0, 0.0), 4) == [-1, 4, 4, 3, 2, 1]

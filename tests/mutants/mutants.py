@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from crash_mutants import CRASHES
+from distill_mutants import DISTILL
 from kernel_mutants import KERNELS
 from mutant import Mutant
 from proposer_mutants import PROPOSERS
@@ -351,6 +352,7 @@ MUTANTS: tuple[Mutant, ...] = (
         ("tests/gateway/test_cells.py",),
     ),
     *CRASHES,
+    *DISTILL,
     *KERNELS,
     *PROPOSERS,
     *SPECULATION,
