@@ -24,7 +24,7 @@ PYTHON := $(shell for python in python3 python3.11 python3.12 python3.13; do \
 endif
 
 help: ## list the commands
-	@grep -hE '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
+	@grep -hE '^[a-z-]+: .*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
 	@echo
 	@echo 'make serve MODEL=<folder|file.gguf|hub id> WORKERS=2 DRAFT=<auto|folder|ngram|none> PORT=50051 DTYPE=float32'
 	@echo 'make test ARGS="tests/cluster -k config"'
