@@ -15,7 +15,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 @pytest.fixture(scope="module", params=[None, "fake"], ids=["plain", "speculative"])
 async def cluster(request: Any, tmp_path_factory: Any) -> AsyncIterator[Cluster]:
-    options: dict[str, Any] = {"scheduler": {"speculation": "fixed"}, "fake_step_ms": 1}
+    options: dict[str, Any] = {"scheduler": {"speculation": "fixed"}, "fake_step_ms": 5}
     async with running(tmp_path_factory.mktemp("cluster"), workers=2, draft=request.param, **options) as started:
         yield started
 
