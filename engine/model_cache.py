@@ -54,10 +54,20 @@ def cached_model(
             fill(partial)
             for path in (partial, *partial.rglob("*")):  # temporary folders and safetensors are private by default
                 path.chmod(0o755 if path.is_dir() else 0o644)
+                _sync(path)
             partial.rename(entry)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     return entry
+
+
+def _sync(path: Path) -> None:
+    """Have it on the disk: after a power cut, a name that was written before its bytes would stand on zeros."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 @contextmanager

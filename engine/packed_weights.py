@@ -98,7 +98,7 @@ def _read(folder: Path) -> dict[str, Weight]:
             raise OSError(f"{path} was cut short")
         mapping = torch.from_file(str(path), shared=False, size=index["size"], dtype=torch.uint8)
         return {name: _weight(mapping, entry) for name, entry in index["weights"].items()}
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
         shutil.rmtree(folder, ignore_errors=True)
         raise OSError(f"{folder} is damaged: {error!r}") from error
 

@@ -6,7 +6,8 @@
 
 The hash is of the sources, the flags, the compiler and torch, so an old library is never loaded. A lock makes workers
 that start together wait for the first. Where there is no compiler, or the CPU has none of the levels, `library()` says
-so by NoKernels, and `torch_ops` takes over.
+so by NoKernels, and `torch_ops` takes over. A library that was cut short is built anew: to load it would end the
+process.
 
 `--into FOLDER` builds a library for machines without a compiler, which find it when `TANDEM_KERNELS` names the folder
 (as it does in the engine's container image). Its hash leaves the compiler out: one made from other sources or for
@@ -21,6 +22,7 @@ import hashlib
 import os
 import platform
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
@@ -48,6 +50,8 @@ _FLAGS = ("-O3", "-std=c++20", "-fPIC", "-ffp-contract=off", "-fno-math-errno", 
 _QUIET = ("-Wno-maybe-uninitialized", "-Wno-uninitialized")
 """GCC 12's own vector headers set off these two"""
 _NAME = "tandem_kernels.so"
+_ELF = struct.Struct("<4s36xq10xHH2x")
+"""a header's magic number; place, entry size and length of the table of sections"""
 _LEVEL_NUMBERS = {1: "avx2", 2: "avx512", 3: "avx512bf16"}
 
 
@@ -106,22 +110,36 @@ def level_number(level: str) -> int:
 def built(progress: Progress | None = None) -> Path:
     """The library's file: the one that was built ahead, or else built here if it isn't there. Raises NoKernels."""
     ahead = os.environ.get("TANDEM_KERNELS")
-    if ahead and (path := Path(ahead) / _hash() / _NAME).is_file():
+    if ahead and _is_whole(path := Path(ahead) / _hash() / _NAME):
         return path
     compiler = _compiler()
     folder = cache_folder() / "kernels" / _hash(compiler)
     path = folder / _NAME
-    if path.is_file():
+    if _is_whole(path):
         return path
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / ".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not path.is_file():
+            if not _is_whole(path):
                 _build(compiler, path, progress)
     except OSError as error:
         raise NoKernels(f"the compiled kernels can't be kept: {error}; TANDEM_CACHE names another place") from error
     return path
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a file is a 64-bit ELF that ends where it should: at its section headers, which linkers write last."""
+    try:
+        with path.open("rb") as file:
+            header = file.read(_ELF.size)
+            size = os.fstat(file.fileno()).st_size
+    except OSError:
+        return False
+    if len(header) < _ELF.size:
+        return False
+    magic, table, entry_size, num_entries = _ELF.unpack(header)
+    return bool(magic == b"\x7fELF" and num_entries > 0 and table + entry_size * num_entries <= size)
 
 
 def _compiler() -> str:
@@ -144,7 +162,10 @@ def build_into(folder: Path, progress: Progress | None = None) -> Path:
 def _hash(compiler: str = "") -> str:
     version = ""
     if compiler:
-        version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
+        try:
+            version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
+        except OSError as error:
+            raise NoKernels(f"the C++ compiler can't be run: {error}") from error
     return hashlib.sha256(repr((version, torch.__version__, _FLAGS, LEVELS, sources_hash())).encode()).hexdigest()[:16]
 
 

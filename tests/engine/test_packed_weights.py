@@ -153,6 +153,45 @@ def test_a_damaged_entry_is_packed_anew(tmp_path):
         assert packing.times == expected
 
 
+def placed(offset: int, dtype: str) -> dict[str, object]:
+    return {"final_norm": {"data": {"offset": offset, "shape": [6], "dtype": dtype}}}
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda index: [],
+        lambda index: {**index, "weights": [1]},
+        lambda index: {**index, "weights": placed(3, "float32")},
+        lambda index: {**index, "weights": placed(1 << 40, "uint8")},
+    ],
+    ids=["a list", "weights in a list", "not aligned", "beyond the end"],
+)
+def test_an_index_that_makes_no_sense_is_no_end(tmp_path, spoil):
+    mapped_weights("one", 1, Packing(), tmp_path)
+    path = tmp_path / "packed/one/index.json"
+    path.write_text(json.dumps(spoil(json.loads(path.read_text()))))
+    for expected in (1, 1, 0):
+        packing = Packing()
+        assert_same(dict(mapped_weights("one", 1, packing, tmp_path)), weights())
+        assert packing.times == expected
+
+
+def test_an_entry_appears_when_it_is_on_the_disk(tmp_path, monkeypatch):
+    """After a power cut a file may be there in name, with zeros for what was still to be written."""
+    synced: set[str] = set()
+    sync = os.fsync
+
+    def record(fd: int) -> None:
+        assert not (tmp_path / "packed/one").exists()
+        synced.add(Path(os.readlink(f"/proc/self/fd/{fd}")).name)
+        sync(fd)
+
+    monkeypatch.setattr(os, "fsync", record)
+    mapped_weights("one", 1, Packing(), tmp_path)
+    assert {"weights.bin", "index.json"} <= synced
+
+
 def test_the_longest_unused_is_forgotten_first(tmp_path, monkeypatch):
     for number, name in enumerate(("old", "used", "new")):
         mapped_weights(name, 1, Packing(), tmp_path)

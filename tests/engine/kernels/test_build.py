@@ -93,6 +93,26 @@ def test_no_compiler(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         build.library()
 
 
+def test_a_compiler_that_cant_be_run(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "c++").write_bytes(b"\0")
+    (tmp_path / "c++").chmod(0o755)
+    monkeypatch.setenv("CXX", str(tmp_path / "c++"))
+    with pytest.raises(build.NoKernels, match="can't be run"):
+        build.library()
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "zeros", "shorter by one"])
+def test_a_damaged_library_is_built_anew(sources: Path, damage: str) -> None:
+    """As after a power cut. To load one that was cut short would be a bus error."""
+    path = build.built()
+    whole = path.read_bytes()
+    rest = {"empty": b"", "cut": whole[:4096], "zeros": bytes(len(whole)), "shorter by one": whole[:-1]}
+    path.write_bytes(rest[damage])
+    assert build.built() == path
+    assert path.stat().st_size == len(whole)
+    assert ctypes.CDLL(str(path)).answer() == 42
+
+
 def test_a_cache_that_cant_be_written(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TANDEM_CACHE", str(tmp_path / "file"))
