@@ -30,6 +30,9 @@ from gateway.templates import ChatTemplate, Piece, TemplateRefusal
 
 # Spellings listed per bad word and form.
 _MAX_SPELLINGS = 64
+# Words whose ids a tokenizer remembers, for each thread that encodes; none is ever given up for another. The library's
+# 10,000 may take 80 MiB per thread, and save a text of 2,000 characters 0.1 ms more than these do.
+CACHED_WORDS = 2_000
 
 
 class ModelFolderError(Exception):
@@ -65,6 +68,7 @@ class ModelText:
         self._tokenizer: Tokenizer = tokenizer.backend_tokenizer
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        _bound_cache(self._tokenizer)
         added = self._tokenizer.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._special_id_of = {added[token_id].content: token_id for token_id in self._special_ids}
@@ -255,6 +259,13 @@ class ModelText:
             return None
         symbols = self._tokenizer.get_vocab(with_added_tokens=True)
         return shrinking * max(len(symbol.encode()) for symbol in symbols)
+
+
+def _bound_cache(tokenizer: Tokenizer) -> None:
+    """Before the first text: what a thread has remembered by then stays until the thread ends."""
+    resize = getattr(tokenizer.model, "_resize_cache", None)
+    if resize is not None:  # those of WordPiece and WordLevel remember nothing
+        resize(CACHED_WORDS)
 
 
 def _shrinking(normalizer: dict[str, Any]) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,23 @@ def test_a_tokenizers_truncation_is_switched_off(tmp_path: Path) -> None:
     tokenizer.enable_padding(length=8)
     text = ModelText("m", conftest.write_folder(tmp_path, tokenizer))
     assert len(text.encode_text("abcdef")) == 6
+
+
+def test_a_tokenizer_remembers_few_words(tmp_path: Path) -> None:
+    text = ModelText("m", conftest.write_folder(tmp_path, conftest.byte_level()))
+
+    def encode(first: int, count: int) -> None:
+        for index in range(first, first + count):
+            text.encode_text(f"{index:x}".rjust(200, "z"))
+
+    def resident_mib() -> float:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+    encode(0, 4000)
+    before = resident_mib()
+    encode(4000, 8000)
+    # Six thousand more, as the library would keep, are some 40 MiB.
+    assert resident_mib() < before + 6
 
 
 def test_bad_folders_are_refused_by_name(tmp_path: Path) -> None:
