@@ -39,7 +39,7 @@ def add_parser(commands: Subparsers) -> None:
     add("--answer-tokens", type=positive(int), default=1_500_000, metavar="N", help="to learn from (default 1500000)")
     add("--max-answer-tokens", type=positive(int), default=220, metavar="N", help="of one answer (default 220)")
     add("--held-out-prompts", type=positive(int), default=120, metavar="N", help="to measure on (default 120)")
-    add("--steps", type=positive(int), default=4200, metavar="N", help="of training (default 4200)")
+    add("--steps", type=positive(int), default=4600, metavar="N", help="of training (default 4600)")
     add("--batch-tokens", type=positive(int), default=1024, metavar="N", help="of one step (default 1024)")
     add("--learning-rate", type=positive(float), default=1.5e-3, metavar="X", help="its highest (default 0.0015)")
     add("--batch-size", type=positive(int), default=64, metavar="N", help="conversations at a time (default 64)")

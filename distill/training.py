@@ -36,7 +36,7 @@ class Recipe:
 
     layers: int = 2
     head_tokens: int = 12288
-    steps: int = 4200
+    steps: int = 4600
     batch_tokens: int = 1024
     learning_rate: float = 1.5e-3
     warm_up_steps: int = 40
