@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _EXAMPLES = """\
 examples:
-  tandem status                                a table that stays current, until Ctrl-C
+  tandem status                                a table that stays current, until Ctrl-C; into a pipe or file, one look
   tandem status --once                         one look
   tandem status --json                         one look, for programs
   tandem status --scheduler 127.0.0.1:50052
@@ -45,14 +45,15 @@ def run(args: argparse.Namespace) -> int:
 
     from cli import admin
 
+    console = Console()
     before = admin.status(args.scheduler)
-    if args.json or args.once:
+    if args.json or args.once or not console.is_terminal:  # a live table would show nothing there before its end
         time.sleep(args.interval)
         now = admin.status(args.scheduler) if args.interval else before
         if args.json:
             print(json.dumps(status_json(before, now), ensure_ascii=False))
         else:
-            Console().print(table(before, now))
+            console.print(table(before, now))
         return 0
     _watch(args.scheduler, max(args.interval, 0.1), before)
     return 0
@@ -133,9 +134,9 @@ def table(before: CellStatus, now: CellStatus) -> RenderableType:
     from rich.text import Text
 
     earlier = {(worker.worker_id, worker.epoch): worker for worker in before.workers}
-    # On a narrow terminal the model's name takes more lines; nothing is cut off, least of all what `drain` needs.
+    # On a narrow terminal long names take more lines; nothing is cut off, least of all what `drain` needs.
     workers = Table(
-        Column("worker", no_wrap=True),
+        Column("worker", overflow="fold", min_width=8),
         Column("model", overflow="fold", min_width=8),
         *(Column(name, no_wrap=True) for name in ("state", "rows", "blocks\nused", "cached", "free", "tok/s")),
         *(Column(name, no_wrap=True) for name in ("step\nms", "draft\nk", "tok/\nrow", "gain")),

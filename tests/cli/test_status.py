@@ -7,10 +7,12 @@ import io
 import json
 from typing import Any
 
+import pytest
 from rich.console import Console
 from tandem.v1 import admin_pb2
 
 from cli import admin, status
+from cli.__main__ import main
 from cli.admin import CellStatus
 
 
@@ -60,9 +62,9 @@ def cell(
     return dataclasses.replace(admin.cell_status(message), **changes)
 
 
-def shown(before: CellStatus, now: CellStatus) -> str:
+def shown(before: CellStatus, now: CellStatus, width: int = 160) -> str:
     output = io.StringIO()
-    Console(file=output, width=160).print(status.table(before, now))
+    Console(file=output, width=width).print(status.table(before, now))
     return output.getvalue()
 
 
@@ -94,6 +96,25 @@ def test_the_table_has_what_an_operator_looks_for() -> None:
     assert "DRAINING" not in text
     assert "DRAINING" in shown(cell(1.0, 0), cell(2.0, 0, draining=True))
     assert "no worker is attached" in shown(cell(1.0, 0), cell(2.0, 0, workers=()))
+
+
+def test_a_terminal_of_80_columns_shows_every_column_of_long_names() -> None:
+    before, now = cell(10.0, 1000), cell(12.0, 1500)
+    changes = {"worker_id": "worker-90f01477", "model": "SmolLM2-135M-Instruct", "free_blocks": 14_831}
+    worker = dataclasses.replace(now.workers[0], **changes, total_blocks=14_831, referenced_blocks=0, max_sequences=256)
+    lines = shown(before, dataclasses.replace(now, workers=(worker,)), width=80).splitlines()
+    header = next(index for index, line in enumerate(lines) if line.startswith("worker "))
+    assert " ".join(lines[header].split()) == "worker model state rows used cached free tok/s ms k row gain"
+    assert lines[header + 1].rstrip().endswith("1.38")
+    folded = [line.split() for line in lines[header + 1 :]]
+    assert folded[0][0] + folded[1][0] == "worker-90f01477"
+
+
+def test_into_a_pipe_status_is_one_look(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    looks = iter([cell(10.0, 1000), cell(12.0, 1500)])
+    monkeypatch.setattr(admin, "status", lambda _scheduler: next(looks))
+    assert main(["status", "--interval=0.01"]) == 0
+    assert "250.0" in capsys.readouterr().out
 
 
 def test_what_drafts_bring_is_seen() -> None:
