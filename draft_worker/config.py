@@ -15,7 +15,11 @@ class DraftWorkerConfig:
     """Guesses for workers how their sequences go on, with a small model or an n-gram index."""
 
     target: str = field(metadata={"help": "served name of the target model", "metavar": "NAME"})
-    draft: str = _setting("ngram", "folder or hub id of a small model, folder of a distilled draft, ngram or fake", metavar="FOLDER|ngram|fake")
+    draft: str = _setting(
+        "ngram",
+        "folder or hub id of a small model, folder of a distilled draft, ngram or fake",
+        metavar="FOLDER|ngram|fake",
+    )
     proposer: str = _setting(
         "auto",
         "who guesses where a request doesn't say: the model, what stood in the text before (ngram), or that where it "

@@ -13,7 +13,7 @@ from cli import session
 from cli.__main__ import build_parser
 from cli.failures import UsageError
 from cli.generate import prompt_of, request_options
-from tandem_client import Choice, Chunk, Delta, FinishReason, Generation, Message, Request, Usage
+from tandem_client import Choice, Chunk, Delta, FinishReason, Generation, Message, Request, Speculation, Usage
 
 
 def parse(*flags: str) -> argparse.Namespace:
@@ -91,7 +91,7 @@ def test_every_flag_reaches_the_request() -> None:
         bad_words=["19"],
         ignore_eos=True,
         include_stop=True,
-        speculation="ngram",
+        speculation=Speculation.NGRAM,
         max_draft_tokens=20,
     )
 

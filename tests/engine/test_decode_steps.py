@@ -43,7 +43,10 @@ class Rows:
 
     def batch(self, starts: list[int], ends: list[int]) -> Batch:
         """Tokens starts … ends of each row; logits of the last."""
-        ids, positions, mapping, query_starts = [], [], [], [0]
+        ids: list[int] = []
+        positions: list[int] = []
+        mapping: list[int] = []
+        query_starts = [0]
         for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
             ids += self.tokens[row][start:end]
             positions += range(start, end)

@@ -8,6 +8,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tandem.v1 import scheduler_pb2
 
+from cluster.errors import Unavailable
 from cluster.server import run_until_signal
 
 from .calls import LENGTH, ask, collect, failure, joined
@@ -28,6 +29,7 @@ async def test_an_operator_drains_a_gateway(cell: Cell) -> None:
     scheduler.outbox.put_nowait(scheduler_pb2.SessionResponse(drain=True))
     await asyncio.wait_for(scheduler.draining.wait(), 10)
     error = await failure(cell.stub.GenerateStream(ask()))
+    assert isinstance(error, Unavailable)
     assert (error.code, error.reason, error.retry_after_s) == (grpc.StatusCode.UNAVAILABLE, "DRAINING", 1.0)
     check = health_pb2_grpc.HealthStub(cell.channel).Check
     for service, status in (("", 2), ("tiny", 2), ("tandem.v1.GenerationService", 2), ("liveness", 1)):

@@ -288,11 +288,12 @@ async def test_workers_are_told_where_draft_workers_are(served: Served) -> None:
 async def test_peers_of_another_cell_are_refused_by_name(served: Served, kind: str) -> None:
     stub = scheduler_pb2_grpc.SchedulerServiceStub(served.channel)
     term = served.cell.term
-    call, message = {
+    calls: dict[str, tuple[Any, Any]] = {
         "gateway": (stub.Session, scheduler_pb2.SessionRequest(hello={"gateway_id": "g", "cell": "b"})),
         "worker": (stub.Attach, scheduler_pb2.AttachRequest(hello={"worker_id": "w", "cell": "b"})),
         "draft worker": (stub.Announce, scheduler_pb2.AnnounceRequest(hello={"worker_id": "d", "cell": "b"})),
-    }[kind]
+    }
+    call, message = calls[kind]
     message.hello.highest_term = term + 5
     stream = call()
     await stream.write(message)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from worker.config import WorkerConfig
 
 
 @pytest.mark.parametrize("fields", [{"model": "/m", "served_model_name": "a=b"}, {"model": "/models/a=b/"}])
-def test_a_name_that_gateways_cannot_be_given_is_refused(fields: dict[str, str]) -> None:
+def test_a_name_that_gateways_cannot_be_given_is_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="a served name has no '=', unlike 'a=b'"):
         WorkerConfig(**fields).validate()
 

@@ -36,7 +36,8 @@ class Chaos:
         self.deliver: Callable[[int, list[Tail]], None]
 
     def pass_on(self, stream: int, tails: list[Tail]) -> None:
-        for tail in tails or [None]:
+        waiting: list[Tail | None] = [*tails] or [None]
+        for tail in waiting:
             what = self._chance.choice(["drop", "hold", "release", "double", "corrupt", "pass", "pass", "pass"])
             self.done[what] += 1
             one = [] if tail is None else [tail]

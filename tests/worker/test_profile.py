@@ -8,6 +8,7 @@ import pytest
 import torch
 from tandem.v1 import scheduler_pb2
 
+from engine.batch import Batch
 from engine.fake import FakeEngine
 from scheduler.convert import worker_spec
 from scheduler.core.worker_state import WorkerState
@@ -24,7 +25,7 @@ class Timed(FakeEngine):
         self.now_s = 0.0
         self.sizes: list[int] = []
 
-    def forward(self, batch):  # type: ignore[no-untyped-def]
+    def forward(self, batch: Batch) -> torch.Tensor:
         size = len(batch.token_ids)
         self.now_s += (0.010 + 0.001 * size) * (1 if size in self.sizes else 10)
         self.sizes.append(size)
