@@ -100,8 +100,8 @@ def test_the_table_has_what_an_operator_looks_for() -> None:
 
 def test_a_terminal_of_80_columns_shows_every_column_of_long_names() -> None:
     before, now = cell(10.0, 1000), cell(12.0, 1500)
-    changes = {"worker_id": "worker-90f01477", "model": "SmolLM2-135M-Instruct", "free_blocks": 14_831}
-    worker = dataclasses.replace(now.workers[0], **changes, total_blocks=14_831, referenced_blocks=0, max_sequences=256)
+    worker = dataclasses.replace(now.workers[0], worker_id="worker-90f01477", model="SmolLM2-135M-Instruct")
+    worker = dataclasses.replace(worker, free_blocks=14_831, total_blocks=14_831, max_sequences=256)
     lines = shown(before, dataclasses.replace(now, workers=(worker,)), width=80).splitlines()
     header = next(index for index, line in enumerate(lines) if line.startswith("worker "))
     assert " ".join(lines[header].split()) == "worker model state rows used cached free tok/s ms k row gain"
