@@ -22,7 +22,7 @@ def card(config: dict[str, Any], num_bytes: int) -> str:
         "",
         "Accepted draft tokens per step by draft length k, on answers to held-out prompts: their families of questions "
         "and their words are in no training prompt. Simulated block by block on the target's own answers; behind a "
-        "lookup: where the last three or four tokens stood before, what followed there is guessed instead.",
+        "lookup: where the last two, three or five tokens stood before, what followed there is guessed instead.",
         "",
         "| T | guesses right | " + " | ".join(f"k = {k}" for k in _SHOWN) + " |",
         "|---|---|" + "---|" * len(_SHOWN),

@@ -21,7 +21,7 @@ from distill.loss import Head
 from distill.shards import Answer, Record
 from engine import noise
 
-LOOKUP_TOKENS = (4, 3)
+LOOKUP_TOKENS = (5, 3, 2)
 """the last so many tokens are looked up, the longest match first"""
 _POSITIONS = 5
 _BATCH_TOKENS = 2048

@@ -74,9 +74,9 @@ def test_blocks_are_played_one_by_one() -> None:
 def test_lookups_see_only_what_came_before() -> None:
     tokens = [1, 2, 3, 4, 9, 1, 2, 3, 4, 9, 1, 7]
     found = _lookups(tokens, Answer(7, 12, 0, 0.0), 4)
-    # At 7 no three tokens match; from 8 on "1 2 3" does, and what followed it: 4 9 1, then 2 is wrong.
-    assert found == [-1, 3, 2, 1, 0]
+    # From 7 on "1 2" stood before, and what followed it: 3 4 9 1, then 2 is wrong.
+    assert found == [4, 3, 2, 1, 0]
 
 
 def test_a_copy_runs_on_into_itself() -> None:
-    assert _lookups([5, 6, 5, 6, 5, 6, 5, 6, 5, 6], Answer(4, 10, 0, 0.0), 4) == [-1, 4, 4, 3, 2, 1]
+    assert _lookups([5, 6, 5, 6, 5, 6, 5, 6, 5, 6], Answer(4, 10, 0, 0.0), 4) == [4, 4, 4, 3, 2, 1]
