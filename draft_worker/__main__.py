@@ -18,7 +18,7 @@ from cluster.telemetry import Telemetry
 from draft_worker.announcement import Announcement
 from draft_worker.config import DraftWorkerConfig
 from draft_worker.drafting import Drafter, DraftThread
-from draft_worker.loading import load_proposer
+from draft_worker.loading import load_proposer, worth_of
 from draft_worker.mirrors import MirrorTable
 from draft_worker.servicer import DraftServicer
 from engine.errors import ModelError
@@ -76,7 +76,7 @@ async def serve(config: DraftWorkerConfig) -> int:
 
 def _drafter(config: DraftWorkerConfig) -> Drafter:
     proposer = load_proposer(config)
-    mirrors = MirrorTable(config.max_mirrors, config.max_draft_tokens, proposer.sources)
+    mirrors = MirrorTable(config.max_mirrors, config.max_draft_tokens, proposer.sources, worth_of(config))
     return Drafter(proposer, mirrors, config.branches)
 
 

@@ -22,6 +22,8 @@ RIGHT_PRIORS = (0.35, 0.4, 0.45, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
 SECOND_PRIOR = 0.4
 UNKNOWN_RIGHT = 0.8
 """of a guess that came without a runner-up (a copy)"""
+COPIED_RIGHT = 0.95
+"""the same where it decides how far to guess on: a copy costs nothing"""
 STRENGTH = 8.0
 """trials that a prior is worth"""
 MEMORY = 512.0
@@ -58,6 +60,14 @@ class Odds:
         wrong = self._tried[at] - self._right[at]
         return (self._second[at] + STRENGTH * SECOND_PRIOR) / (wrong + STRENGTH)
 
+    def reach(self, mirror: Mirror) -> float:
+        """P(all of the mirror's guess is right)."""
+        value = 1.0
+        for position in range(len(mirror.tokens), mirror.known):
+            runner_up = mirror.runner_ups.get(position)
+            value *= COPIED_RIGHT if runner_up is None else self.right(runner_up.margin)
+        return value
+
     def learn(self, mirror: Mirror, token_ids: list[int]) -> None:
         """Tokens are about to be committed to a mirror."""
         for position, (guessed, token_id) in enumerate(
@@ -82,7 +92,7 @@ def best_forks(mirror: Mirror, odds: Odds, count: int) -> list[tuple[int, int]]:
             continue
         right = odds.right(runner_up.margin)
         worth = reached * (1.0 - right) * odds.second(runner_up.margin)
-        if worth >= MIN_WORTH and index not in taken:
+        if worth >= max(MIN_WORTH, mirror.worth.ahead) and index not in taken:
             found.append((worth, index, runner_up.token_id))
         reached *= right
     found.sort(key=lambda one: (-one[0], one[1]))

@@ -86,6 +86,8 @@ class Drafter:
             self._forget(failed)
             return {mirror.stream: [] for mirror in failed}
         self._failures = 0
+        for mirror in hungry:
+            mirror.reach = self.mirrors.odds.reach(mirror)
         self.num_guessed += sum(len(mirror.guess) for mirror in hungry) - before
         return self._tails(hungry)
 
@@ -93,7 +95,7 @@ class Drafter:
         """Choose branches for the mirrors whose next draft is complete; whether there are new ones."""
         forked = False
         for mirror in self.mirrors:
-            if mirror.forked or not (len(mirror.guess) > mirror.max_draft or mirror.exhausted):
+            if mirror.forked or not (len(mirror.guess) > mirror.max_draft or mirror.wanted == 0):
                 continue
             mirror.forked = True
             for index, token_id in best_forks(mirror, self.mirrors.odds, self._num_branches):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from cluster.logs import event
 from draft_worker.combined_proposer import CombinedProposer
 from draft_worker.config import DraftWorkerConfig
+from draft_worker.mirror import ALWAYS, OWN_DEVICE, SHARED_CORES, Worth
 from draft_worker.ngram_proposer import NgramProposer
 from draft_worker.output_memory import OutputMemory
 from draft_worker.proposer import Proposer
@@ -38,6 +39,16 @@ def load_proposer(config: DraftWorkerConfig) -> Proposer:
     return model if alone else CombinedProposer(_index(config), model)
 
 
+def worth_of(config: DraftWorkerConfig) -> Worth:
+    """How far guesses go: a model on the CPU takes cores from the target's, one on a device of its own nothing."""
+    if config.draft in ("fake", "ngram") or config.proposer == "ngram":
+        return ALWAYS
+    import torch
+
+    on_device = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+    return OWN_DEVICE if on_device else SHARED_CORES
+
+
 def _index(config: DraftWorkerConfig) -> NgramProposer:
     return NgramProposer(OutputMemory(config.memory_tokens, config.memory_age_s, config.memory_of == "all"))
 
@@ -58,7 +69,7 @@ def _fake(config: DraftWorkerConfig) -> Proposer:
         step_ms=config.fake_step_ms,
         disagreement=config.fake_disagreement,
     )
-    return ModelProposer(engine, "fake", vocab_size, runner_ups=config.branches > 0)
+    return ModelProposer(engine, "fake", vocab_size, runner_ups=True)
 
 
 def _model(config: DraftWorkerConfig) -> Proposer:
@@ -97,7 +108,7 @@ def _model(config: DraftWorkerConfig) -> Proposer:
     event(logger, "draft model ready", folder=folder, shared_vocabulary=shared, blocks=runner.info.num_blocks)
     if config.vocabulary != "same":
         return _foreign(config, runner, target, folder)
-    return ModelProposer(runner, folder.name, shared, runner_ups=config.branches > 0)
+    return ModelProposer(runner, folder.name, shared, runner_ups=True)
 
 
 def _foreign(config: DraftWorkerConfig, engine: Engine, target: Path, folder: Path) -> Proposer:
@@ -115,7 +126,7 @@ def _foreign(config: DraftWorkerConfig, engine: Engine, target: Path, folder: Pa
     if not len(common.target_ids):
         raise VocabularyMismatch(f"{target.name} and {folder.name} have no token in common; try --vocabulary text")
     name = f"{folder.name} by intersection"
-    return ModelProposer(MappedEngine(engine, common), name, len(common.to_draft), runner_ups=config.branches > 0)
+    return ModelProposer(MappedEngine(engine, common), name, len(common.to_draft), runner_ups=True)
 
 
 _last_said = [""]

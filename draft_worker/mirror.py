@@ -32,6 +32,20 @@ class RunnerUp(NamedTuple):
     """by how much, in log q / T + g; log q at T = 0"""
 
 
+class Worth(NamedTuple):
+    """Chances of being of use below which a token isn't guessed."""
+
+    next: float
+    """for a token that the worker's next step could use"""
+    ahead: float
+    """for one that only a later step could use: it takes time from the target's model where they share cores"""
+
+
+ALWAYS = Worth(0.0, 0.0)
+OWN_DEVICE = Worth(0.05, 0.04)
+SHARED_CORES = Worth(0.15, 0.4)
+
+
 @dataclass(slots=True, eq=False)
 class Mirror:
     """One followed sequence, or, where `parent` is set, a branch of one: another continuation of the same tokens."""
@@ -57,6 +71,9 @@ class Mirror:
     block_ids: list[int] = field(default_factory=list)
     num_shared: int = 0
     """leading blocks that are the parent's"""
+    worth: Worth = ALWAYS
+    reach: float = 1.0
+    """chance that the whole guess is right, and the token after it of use"""
     exhausted: bool = False
     """no further guess can be had until the next commit"""
     num_sent: int = 0
@@ -85,6 +102,10 @@ class Mirror:
     def wanted(self) -> int:
         """How many more tokens should be guessed."""
         if self.exhausted:
+            return 0
+        if self.parent is None and self.reach < (
+            self.worth.next if len(self.guess) < self.max_draft else self.worth.ahead
+        ):
             return 0
         length = LOOKAHEAD * self.max_draft + 1 if self.parent is None else self.fork_at + 1 + self.max_draft
         return max(0, length - len(self.guess))
@@ -134,6 +155,7 @@ class Mirror:
             guess=[*self.guess[:index], token_id],
             owes=False,
             since=self.since,
+            worth=self.worth,
             parent=self,
             fork_at=index,
         )

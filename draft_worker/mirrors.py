@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Iterator
 
 from draft_worker.branching import Odds
-from draft_worker.mirror import LOOKAHEAD, Mirror
+from draft_worker.mirror import ALWAYS, LOOKAHEAD, Mirror, Worth
 from draft_worker.news import Close, Commit, News, Open, Source, Tail
 from engine.prefix_hash import prefix_hash
 
@@ -26,11 +26,18 @@ RUN_AHEAD_ROWS = 16
 class MirrorTable:
     """All mirrors of all streams, keyed by stream and slot."""
 
-    def __init__(self, max_mirrors: int, max_draft_tokens: int, sources: frozenset[Source] = frozenset(Source)) -> None:
-        """sources: what the proposer serves; whoever wants another gets no drafts."""
+    def __init__(
+        self,
+        max_mirrors: int,
+        max_draft_tokens: int,
+        sources: frozenset[Source] = frozenset(Source),
+        worth: Worth = ALWAYS,
+    ) -> None:
+        """sources: what the proposer serves; whoever wants another gets no drafts. worth: how far guesses go."""
         self._max_mirrors = max_mirrors
         self._max_draft = max_draft_tokens
         self._sources = sources
+        self._worth = worth
         self._mirrors: dict[tuple[int, int], Mirror] = {}
         self._turns = itertools.count(1)
         self.odds = Odds()
@@ -95,6 +102,7 @@ class MirrorTable:
         self.num_branches_won -= mirror.num_won
         gone = mirror.commit(token_ids)
         self.num_branches_won += mirror.num_won
+        mirror.reach = self.odds.reach(mirror)
         return gone
 
     def _open(self, stream: int, opening: Open) -> list[Mirror]:
@@ -117,6 +125,7 @@ class MirrorTable:
             base_hash=prefix_hash(opening.token_ids),
             source=opening.source,
             tenant=opening.tenant,
+            worth=self._worth,
             since=next(self._turns),
         )
         return gone

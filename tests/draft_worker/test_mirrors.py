@@ -8,6 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from draft_worker.branching import COPIED_RIGHT
+from draft_worker.mirror import RunnerUp, Worth
 from draft_worker.mirrors import LOOKAHEAD, Close, Commit, Mirror, MirrorTable, News, Open, Source
 from engine.prefix_hash import prefix_hash
 
@@ -160,3 +162,32 @@ def test_whoever_wants_another_proposer_gets_no_mirror() -> None:
     # The slot of one that is refused is free again.
     table.apply(1, News(opens=[opening(0, 2, source=Source.MODEL)]))
     assert table.get(1, 0) is None
+
+
+def test_a_guess_ends_where_it_is_unlikely_to_be_reached() -> None:
+    """Sooner beyond what the next step can use; a commit makes what is left likelier."""
+    table = MirrorTable(max_mirrors=4, max_draft_tokens=8, worth=Worth(next=0.2, ahead=0.6))
+    table.apply(1, News(opens=[opening()]))
+    mirror = mirror_of(table)
+    assert mirror.wanted == LOOKAHEAD * 4 + 1
+    close = table.odds.right(0.1)  # the guess only just won
+    assert close**2 < 0.2 < close
+    for margin, wanted in ((9.0, True), (0.1, True), (0.1, False)):
+        mirror.runner_ups[mirror.known] = RunnerUp(77, margin)
+        mirror.guess.append(10 + len(mirror.guess))
+        mirror.reach = table.odds.reach(mirror)
+        assert (mirror.wanted > 0) is wanted
+    assert mirror.reach == pytest.approx(table.odds.right(9.0) * close**2)
+    table.apply(1, News(commits=[commit(PROMPT, [10, 11])]))
+    assert mirror.guess == [12]
+    assert mirror.wanted > 0
+    assert mirror.reach == pytest.approx(table.odds.right(0.1))
+    # Copies are likely right, and run on beyond the next draft until they aren't.
+    mirror.guess, mirror.runner_ups = [10] * 6, {}
+    mirror.reach = table.odds.reach(mirror)
+    assert mirror.reach == pytest.approx(COPIED_RIGHT**6)
+    assert mirror.wanted == LOOKAHEAD * 4 + 1 - 6
+    mirror.reach = 0.5
+    assert mirror.wanted == 0, "no further ahead"
+    mirror.guess = [10] * 3
+    assert mirror.wanted > 0, "but as far as the next step can use it"
