@@ -161,13 +161,14 @@ class Attachment:
             done, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
             for part in done:
                 part.result()
+        except Outranked:
+            await _take_leave(call, *parts)
+            raise
         finally:
             self._steps.drop_queued()
             for part in parts:
                 part.cancel()
-            ends = await asyncio.gather(*parts, return_exceptions=True)
-            if any(isinstance(end, Outranked) for end in ends):
-                await _take_leave(call)
+            await asyncio.gather(*parts, return_exceptions=True)
             abandon(call)
             await channel.close()
 
@@ -254,12 +255,20 @@ class Attachment:
             self._on_attached(attached)
 
 
-async def _take_leave(call: grpc.aio.StreamStreamCall) -> None:
-    """Close our side, so that the scheduler takes the end for no crash. One that stands still is not waited for."""
+async def _take_leave(
+    call: grpc.aio.StreamStreamCall, reading: asyncio.Task[None], *others: asyncio.Task[None]
+) -> None:
+    """Close our side, so that the scheduler takes the end for no crash. One that stands still is not waited for.
+
+    Reading goes on until then: a read that is cancelled breaks the whole call.
+    """
+    for part in others:
+        part.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
     with contextlib.suppress(*STREAM_ERRORS):
         async with asyncio.timeout(LEAVE_TIMEOUT_S):
             await call.done_writing()
-            await call.code()
+            await asyncio.wait([reading])
 
 
 def _residents(executor: Executor) -> list[Resident]:

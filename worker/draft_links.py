@@ -114,6 +114,9 @@ class DraftLinks:
         before()
         with self._arrived:
             self._arrived.wait_for(lambda: not any(_is_awaited(*one) for one in missing), delta_s)
+        for link, sequence in missing:
+            if _is_awaited(link, sequence):
+                link.tails.waited_in_vain(sequence.slot)
         self.waited_s += self._clock() - now_s
 
     def learn(self, outcome: StepOutcome) -> None:

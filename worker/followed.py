@@ -45,6 +45,8 @@ class Followed:
     """when the opening was sent, or the last commit noted"""
     missed: bool = False
     """a step has looked for a tail since, and found none"""
+    waited: bool = False
+    """and that step has waited for it in vain"""
     tails: list[Tail] = field(default_factory=list)
     """in the order in which they came"""
     ages: dict[int, int] = field(default_factory=dict)

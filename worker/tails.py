@@ -101,6 +101,13 @@ class TailTable:
             followed.missed = True
             return followed.told_s
 
+    def waited_in_vain(self, slot: int) -> None:
+        """A step has waited for the slot's tail, and goes without."""
+        with self._lock:
+            followed = self._followed.get(slot)
+            if followed is not None:
+                followed.waited = True
+
     def __contains__(self, slot: int) -> bool:
         return slot in self._followed
 
@@ -207,9 +214,10 @@ class TailTable:
             followed.learn(new)
             followed.heard = followed.told
             return
-        if followed.missed:
-            followed.missed = False
+        if followed.missed and followed.waited:
+            # Where nobody waited, the target's own step was in its way, and nothing is learned from that.
             self.latencies.append(inf)
+        followed.missed = followed.waited = False
         followed.note_commit()
         followed.told_s = self._clock()
         if not followed.pending:

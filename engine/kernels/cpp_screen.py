@@ -80,4 +80,11 @@ def load_operations() -> str:
     """
     level = library()
     torch.library.register_fake("tandem::choose_head", lambda *arguments: None)
+    torch.library.register_fake("tandem::pack_screen", _of_unknown_size)
     return level
+
+
+def _of_unknown_size(weight: torch.Tensor) -> torch.Tensor:
+    """pack_screen without data: whether a head can be screened is seen by its values only."""
+    context = torch.library.get_ctx()
+    return weight.new_empty((context.new_dynamic_size(), context.new_dynamic_size()), dtype=torch.uint8)

@@ -312,6 +312,21 @@ def test_what_a_silent_draft_worker_once_guessed_serves_two_steps_at_most(table:
     assert table.tail(0, followed.tokens, 4) == [5, 6]
 
 
+def test_what_nobody_has_waited_for_tells_nothing() -> None:
+    """The draft worker may have had no core while the target ran."""
+    table = TailTable(clock=lambda: 10.0)
+    table.link()
+    followed = opened(table)
+    assert table.missing_since_s(0, followed.tokens) == 10.0
+    commit_of(table, followed, 1)
+    assert not table.latencies
+    assert table.missing_since_s(0, followed.tokens) == 10.0
+    table.waited_in_vain(0)
+    table.waited_in_vain(7)
+    commit_of(table, followed, 2)
+    assert list(table.latencies) == [inf]
+
+
 def test_how_long_late_tails_take_is_known() -> None:
     now = [10.0]
     table = TailTable(clock=lambda: now[0])
@@ -330,6 +345,7 @@ def test_how_long_late_tails_take_is_known() -> None:
     # Never: it counts as longer than any.
     commit_of(table, followed, 3)
     assert table.missing_since_s(0, followed.tokens) == 10.5
+    table.waited_in_vain(0)
     commit_of(table, followed, 4)
     assert list(table.latencies) == [0.5, inf]
     # Nobody waits for a slot that isn't open, or for a draft worker that is silent.
