@@ -27,7 +27,7 @@ LENGTH = 60
 
 
 class Chaos:
-    """Drops, delays, reorders, duplicates and corrupts one tail in eight each, in a random order; counts what it did."""
+    """Drops, delays, reorders, duplicates and corrupts one tail in eight each, in random order; counts what it did."""
 
     def __init__(self, seed: int) -> None:
         self._chance = random.Random(seed)
