@@ -92,7 +92,7 @@ class DraftLink:
 
     async def run(self) -> None:
         """Keep the link; until cancelled."""
-        attempt = 0
+        attempt, running = 0, asyncio.current_task()
         while True:
             began_s = time.monotonic()
             try:
@@ -102,6 +102,9 @@ class DraftLink:
                     event(logger, "no drafts", level=logging.WARNING, draft_worker=self.address, why=_reason(error))
             finally:
                 self._set_linked(False)
+            if running is not None and running.cancelling():
+                # grpcio may answer a cancellation with the call's own status.
+                raise asyncio.CancelledError
             attempt = 0 if time.monotonic() - began_s > STEADY_AFTER_S else attempt + 1
             await asyncio.sleep(backoff_delay_s(attempt, max_s=MAX_BACKOFF_S))
 
