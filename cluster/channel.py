@@ -66,6 +66,20 @@ def abandon(call: Any) -> None:
         inner.cancel("abandoned")
 
 
+STREAM_ERRORS = (grpc.RpcError, asyncio.InvalidStateError, TimeoutError)
+"""how a call's end shows; a write to a stream that has just ended raises InvalidStateError"""
+
+
+def end_if_cancelled() -> None:
+    """For loops that live through STREAM_ERRORS: raise the cancellation that one of them may have taken the place of.
+
+    A task that is cancelled while its call ends may see the call's own status, and would go on as if nobody had asked.
+    """
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
+
+
 def backoff_delay_s(attempt: int, *, first_s: float = 0.1, max_s: float = 2.0, chance: float | None = None) -> float:
     """Seconds to wait before attempt number `attempt` (from 0): doubling from `first_s`, never above `max_s`.
 

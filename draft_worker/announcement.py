@@ -8,7 +8,7 @@ import logging
 import grpc
 from tandem.v1 import scheduler_pb2_grpc
 
-from cluster.channel import abandon, connect
+from cluster.channel import STREAM_ERRORS, abandon, connect, end_if_cancelled
 from cluster.leaders import Leaders
 from cluster.logs import event
 from draft_worker.convert import hello_to_proto, sign_of_life_to_proto
@@ -18,8 +18,6 @@ logger = logging.getLogger(__name__)
 WELCOME_TIMEOUT_S = 5.0
 HEARTBEAT_S = 1.0
 MAX_BACKOFF_S = 2.0
-# A write to a stream that has just ended raises InvalidStateError.
-STREAM_ERRORS = (grpc.RpcError, asyncio.InvalidStateError, TimeoutError)
 
 
 class Refused(Exception):
@@ -59,6 +57,7 @@ class Announcement:
             self._leaders.refused(error)
             if self.announced or attempt == 0:
                 event(logger, "no scheduler", level=logging.WARNING, at=self._scheduler, why=_reason(error))
+        end_if_cancelled()
         attempt = 0 if self.announced else attempt + 1
         self.announced = False
         return attempt

@@ -150,11 +150,12 @@ class Session:
             address = await self._leaders.candidate()
             try:
                 await self._serve(address)
-            except (grpc.RpcError, SessionRefused, TimeoutError, OSError, asyncio.InvalidStateError) as error:
+            except (*channel.STREAM_ERRORS, SessionRefused, OSError) as error:
                 self._log_loss(address, error, attempt)
                 self._leaders.refused(error)
             except Exception:
                 logger.exception("the session failed")
+            channel.end_if_cancelled()
             was_up = self.up
             self._go_down()
             attempt = 0 if was_up else attempt + 1

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 import grpc
 from tandem.v1 import scheduler_pb2, scheduler_pb2_grpc
 
-from cluster.channel import abandon, connect
+from cluster.channel import STREAM_ERRORS, abandon, connect, end_if_cancelled
 from cluster.leaders import Leaders
 from cluster.logs import event
 from worker.convert import (
@@ -42,8 +42,6 @@ WELCOME_TIMEOUT_S = 5.0
 HEARTBEAT_S = 1.0
 MAX_BACKOFF_S = 2.0
 LEAVE_TIMEOUT_S = 0.25
-# A write to a stream that has just ended raises InvalidStateError.
-STREAM_ERRORS = (grpc.RpcError, asyncio.InvalidStateError, TimeoutError)
 
 
 class StreamEnded(Exception):
@@ -111,6 +109,7 @@ class Attachment:
                     self._leaders.refused(error)
                     if self.attached or attempt == 0:
                         event(logger, "no scheduler", level=logging.WARNING, at=self._scheduler, why=_reason(error))
+                end_if_cancelled()
                 attempt = 0 if self.attached else attempt + 1
                 self._set_attached(False)
                 if not (self._drained.is_set() or self._draining):

@@ -20,7 +20,7 @@ from collections.abc import Callable
 import grpc
 from tandem.v1 import draft_pb2, draft_pb2_grpc
 
-from cluster.channel import abandon, backoff_delay_s, connect
+from cluster.channel import STREAM_ERRORS, abandon, backoff_delay_s, connect, end_if_cancelled
 from cluster.logs import event
 from worker.convert import draft_hello_to_proto, outgoing_to_proto, tails_from_proto
 from worker.sequences import Sequence
@@ -30,8 +30,6 @@ logger = logging.getLogger(__name__)
 
 WELCOME_TIMEOUT_S = 3.0
 MAX_BACKOFF_S = 5.0
-# A write to a stream that has just ended raises InvalidStateError.
-STREAM_ERRORS = (grpc.RpcError, asyncio.InvalidStateError, TimeoutError)
 STEADY_AFTER_S = 10.0
 """a link that stood for so long starts its back-off anew"""
 
@@ -92,7 +90,7 @@ class DraftLink:
 
     async def run(self) -> None:
         """Keep the link; until cancelled."""
-        attempt, running = 0, asyncio.current_task()
+        attempt = 0
         while True:
             began_s = time.monotonic()
             try:
@@ -102,9 +100,7 @@ class DraftLink:
                     event(logger, "no drafts", level=logging.WARNING, draft_worker=self.address, why=_reason(error))
             finally:
                 self._set_linked(False)
-            if running is not None and running.cancelling():
-                # grpcio may answer a cancellation with the call's own status.
-                raise asyncio.CancelledError
+            end_if_cancelled()
             attempt = 0 if time.monotonic() - began_s > STEADY_AFTER_S else attempt + 1
             await asyncio.sleep(backoff_delay_s(attempt, max_s=MAX_BACKOFF_S))
 

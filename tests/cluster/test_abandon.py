@@ -8,7 +8,7 @@ import grpc
 import pytest
 from tandem.v1 import scheduler_pb2, scheduler_pb2_grpc
 
-from cluster.channel import abandon, connect
+from cluster.channel import abandon, connect, end_if_cancelled
 from cluster.inspection import open_tasks
 from cluster.server import bind, create_server
 
@@ -54,3 +54,26 @@ async def test_an_abandoned_call_leaves_nothing() -> None:
 async def _write_on(call: grpc.aio.StreamStreamCall) -> None:
     while True:
         await call.write(scheduler_pb2.SessionRequest())
+
+
+async def test_a_cancellation_hidden_by_a_calls_end_is_raised_after_it() -> None:
+    waiting = asyncio.Event()
+
+    async def loop() -> None:
+        try:
+            waiting.set()
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            pass  # what a call's own status does that takes its place
+        end_if_cancelled()
+
+    task = asyncio.ensure_future(loop())
+    await waiting.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    end_if_cancelled()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0):
+            await asyncio.Event().wait()
+    end_if_cancelled()
