@@ -129,7 +129,7 @@ SCHEDULER = "scheduler"
 
 
 def drain(scheduler: str, name: str) -> str:
-    """Begin to drain a worker or gateway of that name, the scheduler at that address, or the whole cell if it is empty.
+    """Begin to drain the process of that name, the scheduler at that address, or the whole cell if it is empty.
 
     A standby says who leads, and that one is asked, except to drain the standby itself. Returns what is draining.
     Raises TandemError.
@@ -137,9 +137,14 @@ def drain(scheduler: str, name: str) -> str:
     if name == SCHEDULER:
         _call(scheduler, "Drain", admin_pb2.DrainRequest(scheduler=True))
         return f"the scheduler at {scheduler}"
-    if name and name in status(scheduler).gateways:
-        _drain(scheduler, admin_pb2.DrainRequest(gateway_id=name))
-        return f"gateway {name}"
+    if name:
+        found = status(scheduler)
+        if name in found.gateways:
+            _drain(scheduler, admin_pb2.DrainRequest(gateway_id=name))
+            return f"gateway {name}"
+        if name in (drafter.worker_id for drafter in found.draft_workers):
+            _drain(scheduler, admin_pb2.DrainRequest(draft_worker_id=name))
+            return f"draft worker {name}"
     _drain(scheduler, admin_pb2.DrainRequest(worker_id=name))
     return f"worker {name}" if name else "the whole cell"
 

@@ -9,6 +9,7 @@ from cli.arguments import DEFAULT_SCHEDULER, Subparsers, add_command
 _EXAMPLES = """\
 examples:
   tandem drain worker-1          it gets nothing new, its sequences move or finish, then it ends
+  tandem drain draft-1           workers decode without it, and it ends
   tandem drain gateway-5f3a09c1  it refuses new requests and ends with its last one (`tandem status` shows names)
   tandem drain scheduler         the one at --scheduler hands over to a standby and ends
   tandem drain                   the whole cell: running requests finish, new ones are refused
@@ -23,7 +24,7 @@ def add_parser(commands: Subparsers) -> None:
         nargs="?",
         default="",
         metavar="NAME",
-        help="a worker, a gateway, or `scheduler` (default: the whole cell)",
+        help="a worker, draft worker or gateway, or `scheduler` (default: the whole cell)",
     )
     parser.add_argument("--scheduler", default=DEFAULT_SCHEDULER, metavar="HOST:PORT", help="default %(default)s")
 

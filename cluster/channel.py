@@ -80,6 +80,13 @@ def end_if_cancelled() -> None:
         raise asyncio.CancelledError
 
 
+def why_ended(error: BaseException) -> str:
+    """One of STREAM_ERRORS, or an error of ours, in words for a log; never empty."""
+    if isinstance(error, grpc.aio.AioRpcError):
+        return error.details() or error.code().name
+    return str(error) or type(error).__name__
+
+
 def backoff_delay_s(attempt: int, *, first_s: float = 0.1, max_s: float = 2.0, chance: float | None = None) -> float:
     """Seconds to wait before attempt number `attempt` (from 0): doubling from `first_s`, never above `max_s`.
 

@@ -66,7 +66,9 @@ async def serve(config: DraftWorkerConfig) -> int:
         ready = f"READY draft_worker {address}"
         await run_until_signal(server, drain, health=health, grace_s=0.5, stop=stop, ready=ready)
     finally:
-        crashed = thread.ended.done() or (announcing.done() and not announcing.cancelled())
+        crashed = thread.ended.done() or (
+            announcing.done() and not announcing.cancelled() and announcing.exception() is not None
+        )
         announcing.cancel()
         await thread.close()
         if telemetry is not None:

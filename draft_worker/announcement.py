@@ -8,7 +8,7 @@ import logging
 import grpc
 from tandem.v1 import scheduler_pb2_grpc
 
-from cluster.channel import STREAM_ERRORS, abandon, connect, end_if_cancelled
+from cluster.channel import STREAM_ERRORS, abandon, connect, end_if_cancelled, why_ended
 from cluster.leaders import Leaders
 from cluster.logs import event
 from draft_worker.convert import hello_to_proto, sign_of_life_to_proto
@@ -29,6 +29,7 @@ class Announcement:
 
     def __init__(self, *, leaders: Leaders, worker_id: str, model: str, address: str, proposer: str) -> None:
         self.announced = False
+        self._drained = False
         self._leaders = leaders
         self._scheduler = ""
         self._worker_id = worker_id
@@ -38,14 +39,18 @@ class Announcement:
         self._highest_term = 0
 
     async def run(self) -> None:
-        """Announce until cancelled; the end of the stream is what takes the announcement back."""
+        """Announce until cancelled, or until an operator wants the draft worker to end: then it returns.
+
+        The end of the stream is what takes the announcement back.
+        """
         attempt = 0
         self._leaders.start()
         try:
-            while True:
+            while not self._drained:
                 self._scheduler = await self._leaders.candidate()
                 attempt = await self._announce(attempt)
-                await self._leaders.pause(attempt, max_s=MAX_BACKOFF_S)
+                if not self._drained:
+                    await self._leaders.pause(attempt, max_s=MAX_BACKOFF_S)
         finally:
             await self._leaders.close()
 
@@ -56,7 +61,7 @@ class Announcement:
         except (*STREAM_ERRORS, Refused) as error:
             self._leaders.refused(error)
             if self.announced or attempt == 0:
-                event(logger, "no scheduler", level=logging.WARNING, at=self._scheduler, why=_reason(error))
+                event(logger, "no scheduler", level=logging.WARNING, at=self._scheduler, why=why_ended(error))
         end_if_cancelled()
         attempt = 0 if self.announced else attempt + 1
         self.announced = False
@@ -93,7 +98,7 @@ class Announcement:
             await channel.close()
 
     async def _read(self, call: grpc.aio.StreamStreamCall) -> None:
-        while True:
+        while not self._drained:
             await self._take(await call.read(), call)
 
     async def _until_outranked(self) -> None:
@@ -107,15 +112,12 @@ class Announcement:
         if term < self._highest_term:
             raise Refused(f"the scheduler's term {term} is below {self._highest_term}")
         self._highest_term = term
+        if response.drain:  # type: ignore[attr-defined]
+            event(logger, "drained", scheduler=self._scheduler)
+            self._drained = True
 
 
 async def _beat(call: grpc.aio.StreamStreamCall) -> None:
     while True:
         await asyncio.sleep(HEARTBEAT_S)
         await call.write(sign_of_life_to_proto())
-
-
-def _reason(error: BaseException) -> str:
-    if isinstance(error, grpc.aio.AioRpcError):
-        return error.details() or error.code().name
-    return str(error) or type(error).__name__

@@ -98,8 +98,17 @@ class Cell:
         self.schedule_planning()
         return link
 
+    def stream_ended(self, link: WorkerLink, in_order: bool) -> None:
+        """A worker's stream ended, by its own doing or not. Idempotent."""
+        if in_order or link.draining:
+            self.detach(link, crashed=False, why="it left")
+        elif link.is_cut_off(self._loop.time()):
+            self.detach(link, crashed=False, why="it was cut off, or stood still")
+        else:
+            self.detach(link, crashed=True, why="its stream broke")
+
     def detach(self, link: WorkerLink, crashed: bool, why: str) -> None:
-        """A worker's stream ended; what it ran goes on elsewhere. Idempotent."""
+        """What a worker ran goes on elsewhere. Idempotent."""
         link.close()
         if self.links.get(link.worker_id) is not link:
             return
@@ -110,7 +119,7 @@ class Cell:
         self.gateways.tell(self.core.detach(link.worker_id, now, crashed))
         event(
             logger, "worker detached", level=logging.INFO if link.draining else logging.WARNING,
-            worker=link.worker_id, why=why, sequences=moved,
+            worker=link.worker_id, why=why, sequences=moved, crashed=crashed,
         )  # fmt: skip
         self.gateways.models_changed()
         self.schedule_planning()
@@ -170,8 +179,18 @@ class Cell:
             event(logger, "draft worker gone", worker=link.worker_id)
             self._send_draft_workers(link.model)
 
+    def drain_draft_worker(self, worker_id: str) -> None:
+        """Workers leave a draft worker, and it ends. Idempotent. Raises errors.NotFound."""
+        link = self.drafters.get(worker_id)
+        if link is None:
+            raise errors.NotFound("draft worker", worker_id)
+        link.draining.set()
+        event(logger, "draft worker draining", worker=worker_id)
+        self._send_draft_workers(link.model)
+
     def _send_draft_workers(self, model: str, links: Iterable[WorkerLink] | None = None) -> None:
-        addresses = sorted(link.address for link in self.drafters.values() if link.model == model)
+        drafters = [link for link in self.drafters.values() if link.model == model and not link.draining.is_set()]
+        addresses = sorted(link.address for link in drafters)
         told = scheduler_pb2.DraftWorkerList(addresses=addresses, max_draft_tokens=self.config.max_draft_tokens)
         message = scheduler_pb2.AttachResponse(draft_workers=told)
         for link in self.links.values() if links is None else links:

@@ -15,7 +15,7 @@ from cluster.logs import event
 from scheduler import convert, sessions
 from scheduler.leadership import Leadership
 from scheduler.loop import Cell
-from scheduler.workers import WorkerLink
+from scheduler.workers import DraftLink, WorkerLink
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             link = self._cell.attach(message.hello)
         except errors.TandemError as error:
             await errors.abort(context, error)
-        crashed = True
+        in_order = False
         try:
             welcome = scheduler_pb2.AttachWelcome(term=self._cell.term, epoch=link.epoch)
             await context.write(scheduler_pb2.AttachResponse(welcome=welcome))
@@ -109,10 +109,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 _read_until_end(context, lambda message: self._on_worker_message(link, message)),
                 _write_until_end(context, link.next_message),
             )
-            crashed = False  # it closed its side in order, or we ours
+            in_order = True  # it closed its side, or we ours
         finally:
-            crashed = crashed and not link.draining
-            self._cell.detach(link, crashed, "its stream broke" if crashed else "it left")
+            self._cell.stream_ended(link, in_order)
 
     def _on_worker_message(self, link: WorkerLink, message: Any) -> None:
         if link.closed:
@@ -135,9 +134,15 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
 
         try:
             await context.write(scheduler_pb2.AnnounceResponse(term=self._cell.term))
-            await _converse(_read_until_end(context, heard), link.closed.wait())
+            await _converse(_read_until_end(context, heard), link.closed.wait(), self._ask_to_end(link, context))
         finally:
             self._cell.withdraw(link)
+
+    async def _ask_to_end(self, link: DraftLink, context: Any) -> None:
+        """Tell a draft worker that is drained; it closes the stream itself."""
+        await link.draining.wait()
+        await context.write(scheduler_pb2.AnnounceResponse(term=self._cell.term, drain=True))
+        await link.closed.wait()
 
     async def WatchLeader(self, request: Any, context: Any) -> None:
         async for view in self._leadership.watch():
@@ -197,8 +202,10 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
 
     async def _drain(self, request: Any) -> str:
         """What is draining now, for the log."""
-        if sum((bool(request.worker_id), bool(request.gateway_id), request.scheduler)) > 1:
-            raise errors.InvalidField("worker_id", "at most one of worker_id, gateway_id and scheduler can be set")
+        names = (request.worker_id, request.draft_worker_id, request.gateway_id)
+        if sum((*map(bool, names), request.scheduler)) > 1:
+            message = "at most one of worker_id, draft_worker_id, gateway_id and scheduler can be set"
+            raise errors.InvalidField("worker_id", message)
         if request.scheduler:
             await self._leadership.require_standby()
             self._stop()
@@ -206,8 +213,10 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         self._leadership.require()
         if request.worker_id:
             self._cell.drain_worker(request.worker_id)
+        elif request.draft_worker_id:
+            self._cell.drain_draft_worker(request.draft_worker_id)
         elif request.gateway_id:
             self._cell.gateways.drain_gateway(request.gateway_id)
         else:
             self._cell.drain()
-        return request.worker_id or request.gateway_id or "the whole cell"
+        return next(filter(None, names), "the whole cell")

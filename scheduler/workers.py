@@ -6,7 +6,12 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
+from cluster.channel import KEEPALIVE_TIMEOUT_S
 from cluster.health import Progress
+
+SILENT_S = 0.75 * KEEPALIVE_TIMEOUT_S
+"""A worker is heard each second. A connection breaks at once when a process dies, but KEEPALIVE_TIMEOUT_S after the
+last news when pings go unanswered; that may be sooner than `heartbeat_timeout_s`."""
 
 
 @dataclass(eq=False)
@@ -58,6 +63,10 @@ class WorkerLink:
         """No sign of life for too long."""
         return now - self.last_heard > timeout_s
 
+    def is_cut_off(self, now: float) -> bool:
+        """Whether a connection that breaks now does so because nothing came through, not because the worker died."""
+        return self.is_frozen(now, SILENT_S)
+
 
 @dataclass(eq=False)
 class DraftLink:
@@ -69,6 +78,8 @@ class DraftLink:
     proposer: str
     last_heard: float
     closed: asyncio.Event = field(default_factory=asyncio.Event)
+    draining: asyncio.Event = field(default_factory=asyncio.Event)
+    """it is to end; workers are not sent to it any more"""
 
     def is_frozen(self, now: float, timeout_s: float) -> bool:
         """No sign of life for too long."""

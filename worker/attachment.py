@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 import grpc
 from tandem.v1 import scheduler_pb2, scheduler_pb2_grpc
 
-from cluster.channel import STREAM_ERRORS, abandon, connect, end_if_cancelled
+from cluster.channel import STREAM_ERRORS, abandon, connect, end_if_cancelled, why_ended
 from cluster.leaders import Leaders
 from cluster.logs import event
 from worker.convert import (
@@ -41,7 +41,8 @@ logger = logging.getLogger(__name__)
 WELCOME_TIMEOUT_S = 5.0
 HEARTBEAT_S = 1.0
 MAX_BACKOFF_S = 2.0
-LEAVE_TIMEOUT_S = 0.25
+LEAVE_TIMEOUT_S = 5.0
+"""how long an old leader may take to see that the worker has left; nobody waits for it meanwhile"""
 
 
 class StreamEnded(Exception):
@@ -84,7 +85,11 @@ class Attachment:
         self._epoch = 0
         self._issued = 0
         self._highest_term = 0
-        self._outbox: asyncio.Queue[scheduler_pb2.AttachRequest] = asyncio.Queue()
+        self._outbox: asyncio.Queue[scheduler_pb2.AttachRequest | None] = asyncio.Queue()
+        """None: nothing more is written"""
+        self._call: grpc.aio.StreamStreamCall | None = None
+        """the stream that counts; one that is being left does no more"""
+        self._farewells: set[asyncio.Task[None]] = set()
         self._draining = False
         self.to_be_relieved = False
         """an operator wants it so; whichever scheduler comes next is told"""
@@ -108,7 +113,7 @@ class Attachment:
                 except (*STREAM_ERRORS, StreamEnded, TooManySteps) as error:
                     self._leaders.refused(error)
                     if self.attached or attempt == 0:
-                        event(logger, "no scheduler", level=logging.WARNING, at=self._scheduler, why=_reason(error))
+                        event(logger, "no scheduler", level=logging.WARNING, at=self._scheduler, why=why_ended(error))
                 end_if_cancelled()
                 attempt = 0 if self.attached else attempt + 1
                 self._set_attached(False)
@@ -117,6 +122,9 @@ class Attachment:
         finally:
             self._set_attached(False)
             self._ended.set()
+            for farewell in self._farewells:
+                farewell.cancel()
+            await asyncio.gather(*self._farewells, return_exceptions=True)
             await self._leaders.close()
 
     async def drain(self, timeout_s: float) -> None:
@@ -147,7 +155,7 @@ class Attachment:
         await self._steps.settle()
         residents = await self._steps.call(_residents)
         channel = connect(self._scheduler)
-        call = scheduler_pb2_grpc.SchedulerServiceStub(channel).Attach()
+        call = self._call = scheduler_pb2_grpc.SchedulerServiceStub(channel).Attach()
         parts: list[asyncio.Task[None]] = []
         try:
             await self._introduce(call, residents)
@@ -161,15 +169,16 @@ class Attachment:
             for part in done:
                 part.result()
         except Outranked:
-            await _take_leave(call, *parts)
+            self._outbox.put_nowait(None)
+            farewell = asyncio.ensure_future(_take_leave(call, channel, parts))
+            self._farewells.add(farewell)
+            farewell.add_done_callback(self._farewells.discard)
+            self._call = None
             raise
         finally:
             self._steps.drop_queued()
-            for part in parts:
-                part.cancel()
-            await asyncio.gather(*parts, return_exceptions=True)
-            abandon(call)
-            await channel.close()
+            if self._call is call:
+                await _end(call, channel, parts)
 
     async def _introduce(self, call: grpc.aio.StreamStreamCall, residents: list[Resident]) -> None:
         """Hello and Welcome. Raises StreamEnded for a scheduler that is not the newest known."""
@@ -207,6 +216,8 @@ class Attachment:
             if message is grpc.aio.EOF:
                 code = await call.code()
                 raise StreamEnded(await call.details() or f"the scheduler ended the stream ({code.name})")
+            if call is not self._call:
+                continue
             kind = message.WhichOneof("message")
             if kind == "step":
                 self._take(message.step)
@@ -231,6 +242,8 @@ class Attachment:
         outbox = self._outbox
         while True:
             message = await outbox.get()
+            if message is None:
+                return
             await call.write(message)
             if message.WhichOneof("message") == "result":
                 self.last_step = message.result.number
@@ -255,26 +268,32 @@ class Attachment:
 
 
 async def _take_leave(
-    call: grpc.aio.StreamStreamCall, reading: asyncio.Task[None], *others: asyncio.Task[None]
+    call: grpc.aio.StreamStreamCall, channel: grpc.aio.Channel, parts: list[asyncio.Task[None]]
 ) -> None:
-    """Close our side, so that the scheduler takes the end for no crash. One that stands still is not waited for.
+    """Close our side, so that the scheduler takes the end for no crash; the writer ends by itself.
 
-    Reading goes on until then: a read that is cancelled breaks the whole call.
+    Neither reading nor writing is cancelled before that is done or has taken too long: that would break the call.
     """
+    reading, writing, *others = parts
     for part in others:
         part.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
-    with contextlib.suppress(*STREAM_ERRORS):
-        async with asyncio.timeout(LEAVE_TIMEOUT_S):
-            await call.done_writing()
-            await asyncio.wait([reading])
+    try:
+        with contextlib.suppress(*STREAM_ERRORS):
+            async with asyncio.timeout(LEAVE_TIMEOUT_S):
+                await asyncio.wait([writing])
+                await call.done_writing()
+                await asyncio.wait([reading])
+    finally:
+        await _end(call, channel, parts)
+
+
+async def _end(call: grpc.aio.StreamStreamCall, channel: grpc.aio.Channel, parts: list[asyncio.Task[None]]) -> None:
+    for part in parts:
+        part.cancel()
+    await asyncio.gather(*parts, return_exceptions=True)
+    abandon(call)
+    await channel.close()
 
 
 def _residents(executor: Executor) -> list[Resident]:
     return executor.sequences.residents()
-
-
-def _reason(error: BaseException) -> str:
-    if isinstance(error, grpc.aio.AioRpcError):
-        return error.details() or error.code().name
-    return str(error) or type(error).__name__

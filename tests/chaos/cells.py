@@ -18,7 +18,7 @@ from multiprocessing import get_context
 
 from tests.chaos import faults, leaks
 from tests.chaos.client import Answer, Gateways, Record, run
-from tests.chaos.cluster import PATIENCE_S, Cluster, Options
+from tests.chaos.cluster import PATIENCE_S, SCHEDULERS, Cluster, Options
 from tests.chaos.faults import FAULTS, TARGETS, Strike, Struck
 from tests.chaos.lag import Lag, measuring
 from tests.chaos.loads import LOADS, Ask, Load, fake_answer, make_loads
@@ -129,6 +129,7 @@ class Arena:
             await self.cluster.settled()
             self.rest = await leaks.at_rest(self.cluster)
         result = Result(cell, [], [])
+        crashes = self._crashes()
         crowd = _Crowd(self, load)
         try:
             async with asyncio.timeout(PATIENCE_S * (2 + len(cell.strikes))):
@@ -137,9 +138,14 @@ class Arena:
         finally:
             await crowd.close()
         self.judge(result, dict(zip(load.asks, expected, strict=True)))
+        result.losses += blamed(self._crashes() - crashes, cell)
         await leaks.until_at_rest(self.cluster, self.rest)
         result.seconds = time.monotonic() - began
         return result
+
+    def _crashes(self) -> int:
+        """How many ends of workers schedulers have taken for crashes, for which requests are to blame."""
+        return sum(self.cluster.said(name, "crashed=True") for name in SCHEDULERS)
 
     def judge(self, result: Result, expected: dict[Ask, Answer]) -> None:
         """Compare every answer, and every failure with what was struck."""
@@ -171,6 +177,12 @@ class Arena:
             if end - start > LONGEST_PAUSE_S * at_once + self.lag.between(start, end) + slow_restarts:
                 found.append(f"nothing came for {end - start:.1f} s")
         return found
+
+
+def blamed(crashes: int, cell: Cell) -> list[str]:
+    """Requests are only to blame for workers that die, never for one that is cut off, stands still or leaves."""
+    killed = sum(strike.target == "worker" and strike.fault == "kill" for strike in cell.strikes)
+    return [f"{crashes} ends of workers were taken for crashes, {killed} were"] if crashes > killed else []
 
 
 def unexcused(record: Record, struck: list[Struck]) -> list[str]:

@@ -15,7 +15,7 @@ from cluster import errors
 
 
 class Scheduler(admin_pb2_grpc.AdminServiceServicer):
-    """Has a worker and a gateway, or is a standby that knows who leads."""
+    """Has a worker, a draft worker and a gateway, or is a standby that knows who leads."""
 
     def __init__(self) -> None:
         self.leader = ""
@@ -25,7 +25,10 @@ class Scheduler(admin_pb2_grpc.AdminServiceServicer):
         if self.leader:
             return admin_pb2.GetStatusResponse(leader=self.leader)
         return admin_pb2.GetStatusResponse(
-            leading=True, workers=[admin_pb2.WorkerStatus(worker_id="worker-1")], gateways=["gateway-5f"]
+            leading=True,
+            workers=[admin_pb2.WorkerStatus(worker_id="worker-1")],
+            draft_workers=[admin_pb2.DraftWorkerStatus(worker_id="draft-1")],
+            gateways=["gateway-5f"],
         )
 
     def Drain(self, request: admin_pb2.DrainRequest, context: Any) -> admin_pb2.DrainResponse:
@@ -57,6 +60,7 @@ def pair() -> Iterator[tuple[Scheduler, Scheduler, str]]:
     ("names", "request_fields", "told"),
     [
         (["worker-1"], {"worker_id": "worker-1"}, "worker worker-1"),
+        (["draft-1"], {"draft_worker_id": "draft-1"}, "draft worker draft-1"),
         (["gateway-5f"], {"gateway_id": "gateway-5f"}, "gateway gateway-5f"),
         (["nobody"], {"worker_id": "nobody"}, "worker nobody"),
         ([], {}, "the whole cell"),

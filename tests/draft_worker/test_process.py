@@ -27,6 +27,7 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.beats: asyncio.Queue[Any] = asyncio.Queue()
         self.ends: asyncio.Queue[None] = asyncio.Queue()
         self.hang_up = asyncio.Event()
+        self.drain = asyncio.Event()
 
     async def Announce(self, request_iterator: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
         first = await anext(request_iterator)
@@ -39,9 +40,14 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
 
         reading = asyncio.ensure_future(read())
         hanging_up = asyncio.ensure_future(self.hang_up.wait())
+        draining = asyncio.ensure_future(self.drain.wait())
         try:
-            await asyncio.wait({reading, hanging_up}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({reading, hanging_up, draining}, return_when=asyncio.FIRST_COMPLETED)
+            if self.drain.is_set():
+                yield scheduler_pb2.AnnounceResponse(term=self.term, drain=True)
+                await reading
         finally:
+            draining.cancel()
             reading.cancel()
             hanging_up.cancel()
             self.ends.put_nowait(None)
@@ -132,6 +138,16 @@ async def test_it_announces_drafts_and_ends() -> None:
             assert await asyncio.wait_for(child.wait(), 20) == 0
             assert await child.stdout.read() == b""
             await channel.close()
+
+
+async def test_it_ends_when_it_is_drained() -> None:
+    async with scheduling() as (scheduler, at), process("--target=m", f"--scheduler={at}") as child:
+        await ready(child)
+        await get(scheduler.hellos)
+        scheduler.drain.set()
+        await get(scheduler.ends)
+        assert await asyncio.wait_for(child.wait(), 60) == 0
+        assert scheduler.hellos.empty(), "it did not announce again"
 
 
 async def test_it_announces_an_address_that_others_can_dial() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -168,6 +169,12 @@ class Served:
         if run:
             self.tasks.append(asyncio.create_task(worker.run()))
         return worker
+
+    def kill(self, worker: Worker) -> None:
+        """Break its stream as a death does: without a silence before, however late this machine is."""
+        (link,) = (one for one in self.cell.links.values() if one.epoch == worker.welcome.epoch)
+        link.last_heard = math.inf
+        worker.call.cancel()
 
 
 def submit(handle: int = 1, prompt: int = 6, max_tokens: int | None = 5, **fields: Any) -> Any:

@@ -10,6 +10,7 @@ from google.rpc import code_pb2
 from tandem.v1 import scheduler_pb2
 
 from scheduler.config import SchedulerConfig
+from scheduler.workers import SILENT_S
 from tests.scheduler.peers import Gateway, Served, Worker, submit
 from tests.scheduler.test_service import EXPECTED, holder, until
 
@@ -18,7 +19,7 @@ async def crash(served: Served, gateway: Gateway, worker_id: str) -> int:
     """A worker takes a step and dies; the count that the gateway is told."""
     worker = await served.worker(worker_id, run=False)
     await worker.next_step()
-    worker.call.cancel()
+    served.kill(worker)
     (output,) = await gateway.outputs_of(1, lambda output: output.crashes)
     assert not output.token_ids
     return int(output.crashes)
@@ -32,8 +33,24 @@ async def test_each_crash_is_told_at_once_and_a_token_ends_the_row(served: Serve
     step = await worker.next_step()
     await worker.answer(step)
     assert (await gateway.outputs_of(1, lambda output: output.token_ids))[-1].crashes == 0
-    worker.call.cancel()
+    served.kill(worker)
     assert (await gateway.outputs_of(1, lambda output: output.crashes))[-1].crashes == 1
+
+
+async def test_a_worker_that_was_silent_before_its_stream_broke_was_cut_off(served: Served) -> None:
+    """Pings that go unanswered end a connection before the heartbeat's time is over; nobody is to blame for that."""
+    gateway = await served.gateway()
+    await gateway.send(submits=[submit(1)])
+    for name in ("w1", "w2", "w3"):
+        worker = await served.worker(name, run=False)
+        await worker.next_step()
+        served.cell.links[name].last_heard -= SILENT_S
+        worker.call.cancel()
+        await until(lambda name=name: name not in served.cell.links)
+    assert served.cell.core.crashes_of(("g1", 1)) == 0
+    await served.worker("w4")
+    assert await gateway.finished(1) == EXPECTED
+    assert not any(output.crashes for response in gateway.responses for output in response.outputs)
 
 
 async def test_a_count_comes_back_with_the_resubmission(served: Served) -> None:
@@ -42,7 +59,7 @@ async def test_a_count_comes_back_with_the_resubmission(served: Served) -> None:
     worker = await served.worker("w1", run=False)
     step = await worker.next_step()
     assert len(step.slots) == 1, "a suspect has its steps to itself"
-    worker.call.cancel()
+    served.kill(worker)
     error = await gateway.error(1)
     assert error.code == code_pb2.INTERNAL
     assert b"POISON" in error.details[0].value

@@ -70,7 +70,7 @@ async def test_streams_that_broke_while_the_scheduler_stood_still_are_no_crashes
     await gateway.send(submits=[submit(1)])
     await worker.next_step()
     served.cell._last_tick = asyncio.get_running_loop().time() - (10 if stood_still else 0)
-    worker.call.cancel()
+    served.kill(worker)
     await until(lambda: "w1" not in served.cell.links)
     (request,) = served.cell.core.requests.values()
     assert [sequence.crashes for sequence in request.sequences.values()] == [crashes]

@@ -284,6 +284,23 @@ async def test_workers_are_told_where_draft_workers_are(served: Served) -> None:
     assert list((await worker.call.read()).draft_workers.addresses) == []
 
 
+async def test_a_draft_worker_is_told_to_drain_and_workers_leave_it_first(served: Served) -> None:
+    worker = await served.worker("w1", run=False)
+    calls = [scheduler_pb2_grpc.SchedulerServiceStub(served.channel).Announce() for _ in range(2)]
+    for number, call in enumerate(calls):
+        hello = scheduler_pb2.DraftWorkerHello(worker_id=f"d{number}", model="m", address=f"127.0.0.1:{number}")
+        await call.write(scheduler_pb2.AnnounceRequest(hello=hello))
+        assert not (await call.read()).drain
+    await served.admin.Drain(admin_pb2.DrainRequest(draft_worker_id="d1"))
+    told = await asyncio.wait_for(calls[1].read(), 5)
+    assert (told.drain, told.term) == (True, served.cell.term)
+    lists = [list((await worker.call.read()).draft_workers.addresses) for _ in range(4)]
+    assert lists[2:] == [["127.0.0.1:0", "127.0.0.1:1"], ["127.0.0.1:0"]]
+    await calls[1].done_writing()
+    assert await asyncio.wait_for(calls[1].code(), 5) is grpc.StatusCode.OK
+    assert list(served.cell.drafters) == ["d0"]
+
+
 @pytest.mark.parametrize("kind", ["gateway", "worker", "draft worker"])
 async def test_peers_of_another_cell_are_refused_by_name(served: Served, kind: str) -> None:
     stub = scheduler_pb2_grpc.SchedulerServiceStub(served.channel)
@@ -322,6 +339,7 @@ async def test_a_gateway_is_told_to_drain_and_shown_doing_so(served: Served) -> 
     ("fields", "code"),
     [
         ({"gateway_id": "nobody"}, grpc.StatusCode.NOT_FOUND),
+        ({"draft_worker_id": "nobody"}, grpc.StatusCode.NOT_FOUND),
         ({"scheduler": True}, grpc.StatusCode.FAILED_PRECONDITION),
         ({"worker_id": "w1", "gateway_id": "g1"}, grpc.StatusCode.INVALID_ARGUMENT),
     ],

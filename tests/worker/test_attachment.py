@@ -60,6 +60,9 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.streams: asyncio.Queue[Stream] = asyncio.Queue()
         self.term = 100
         self.epoch = 0
+        self.reads = asyncio.Event()
+        """clear: a scheduler that is too slow to see what comes"""
+        self.reads.set()
 
     async def Attach(self, request_iterator: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
         first = await anext(request_iterator)
@@ -70,7 +73,9 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
 
         async def read() -> None:
             async for message in request_iterator:
+                await self.reads.wait()
                 stream.incoming.put_nowait(message)
+            await self.reads.wait()
             stream.left.set()
             stream.outgoing.put_nowait(None)
 
@@ -373,12 +378,9 @@ async def test_a_wish_to_be_relieved_outlives_the_scheduler_that_passed_it_on(be
     assert (await bench.scheduler.next()).hello.draining
 
 
-async def test_leaving_for_a_newer_leader_is_told_apart_from_a_crash(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The scheduler counts a stream that breaks as a crash of what the worker computed."""
-    monkeypatch.setattr("worker.attachment.LEAVE_TIMEOUT_S", 10)
-    first = await bench.scheduler.next()
+@pytest.fixture
+async def outranking(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Another scheduler leads under a higher term, says what this returns; it listens at the same address."""
     newer = asyncio.Event()
 
     async def outranked(term: int) -> str:
@@ -387,8 +389,52 @@ async def test_leaving_for_a_newer_leader_is_told_apart_from_a_crash(
         return "127.0.0.1:1"
 
     monkeypatch.setattr(bench.attachment._leaders, "outranked", outranked)
-    first.outgoing.put_nowait(None)
-    second = await bench.scheduler.next()
-    newer.set()
-    await asyncio.wait_for(second.left.wait(), 10)
+    monkeypatch.setattr("worker.attachment.LEAVE_TIMEOUT_S", 60)
+    # The first attachment asks the real one.
+    (await bench.scheduler.next()).outgoing.put_nowait(None)
+    return newer.set
+
+
+async def test_leaving_for_a_newer_leader_is_told_apart_from_a_crash(
+    bench: Bench, outranking: Callable[[], None]
+) -> None:
+    """The scheduler counts a stream that breaks as a crash of what the worker computed."""
+    old = await bench.scheduler.next()
+    outranking()
+    await asyncio.wait_for(old.left.wait(), 10)
     assert (await bench.scheduler.next()).hello.worker_id == "w1"
+
+
+async def test_a_slow_old_leader_is_not_waited_for_and_still_sees_no_crash(
+    bench: Bench, outranking: Callable[[], None]
+) -> None:
+    old = await bench.scheduler.next()
+    bench.scheduler.reads.clear()
+    outranking()
+    new = await bench.scheduler.next()
+    await until(lambda: bench.attachment.attached)
+    assert not old.left.is_set()
+    bench.scheduler.reads.set()
+    await asyncio.wait_for(old.left.wait(), 10)
+    await until(lambda: not bench.attachment._farewells)
+    new.send(step=step(bench, 1, [0], [50], admissions=[admission()]))
+    assert (await new.next("result")).number == 1
+
+
+async def test_a_leader_that_is_being_left_has_no_say(bench: Bench, outranking: Callable[[], None]) -> None:
+    """What it issues after that would change what the worker is about to offer."""
+    old = await bench.scheduler.next()
+    bench.engine.hold()
+    old.send(step=step(bench, 1, [0], [50], admissions=[admission()]))
+    await until(bench.engine.entered.is_set)
+    bench.scheduler.reads.clear()
+    outranking()
+    await until(lambda: bool(bench.attachment._farewells))
+    old.send(step=step(bench, 2, [0], [0]))
+    bench.scheduler.reads.set()
+    # It ends the stream behind that step, and the worker has read all of it.
+    await until(lambda: not bench.attachment._farewells)
+    assert bench.scheduler.streams.empty()
+    bench.engine.permits.release(1000)
+    [resident] = (await bench.scheduler.next()).hello.residents
+    assert len(resident.token_ids) == len(PROMPT) + 1
