@@ -22,8 +22,14 @@ def main(name: str) -> int:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
         task = bars.add_task("loading the engine", total=None)
 
+        said = ""
+
         def progress(what: str, share: float | None) -> None:
+            nonlocal said
             bars.update(task, description=what, total=None if share is None else 1.0, completed=share or 0.0)
+            if not console.is_terminal and what != said:  # a log gets a line per stage
+                print(what, file=console.file, flush=True)
+                said = what
 
         from cli.model_source import DEFAULT
         from engine.default_model import fetch_default_model

@@ -15,8 +15,10 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TextIO
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
@@ -24,6 +26,8 @@ KERNELS = ROOT / "engine" / "kernels"
 STAMP = VENV / "tandem-setup.json"
 EXTRAS = "engine,dev"
 MIN_FREE_GIB = 4.0
+SECONDS_BETWEEN_LINES = 15.0
+"""of progress, where there is no terminal"""
 
 
 class SetupError(Exception):
@@ -104,7 +108,7 @@ def make_venv() -> None:
 
 
 def install() -> None:
-    """pip install the project, editable, with one moving line of progress on a terminal."""
+    """pip install the project, editable, and show what it does."""
     free_gib = shutil.disk_usage(ROOT).free / 2**30
     if free_gib < MIN_FREE_GIB:
         raise SetupError(f"{free_gib:.1f} GiB are free on this disk; the packages need about {MIN_FREE_GIB:.0f}")
@@ -112,14 +116,15 @@ def install() -> None:
     command = [str(VENV / "bin" / "python"), "-m", "pip", "install", "--no-input", *progress_flags()]
     command += ["--disable-pip-version-check", "-e", f".[{EXTRAS}]"]
     log: list[str] = []
+    progress = PipProgress(sys.stderr)
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     ) as pip:
         assert pip.stdout is not None
         for line in pip.stdout:
             log.append(line.rstrip())
-            show(line)
-    show_nothing()
+            progress.see(line)
+    progress.end()
     if pip.returncode != 0:
         raise SetupError(explain(log))
 
@@ -173,23 +178,41 @@ def say(text: str) -> None:
     print(f"setup: {text}", file=sys.stderr, flush=True)
 
 
-_latest = ""
+class PipProgress:
+    """What pip does now: one moving line on a terminal; elsewhere, in a log say, a line now and then."""
 
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock`: seconds."""
+        self._stream = stream
+        self._moving = stream.isatty()
+        self._clock = clock
+        self._latest = ""
+        self._told_s = clock()
 
-def show(line: str) -> None:
-    """One line that says what pip does now; nothing where stderr is not a terminal."""
-    global _latest
-    if not sys.stderr.isatty():
-        return
-    progress = re.match(r"Progress (\d+) of (\d+)", line)
-    if progress and int(progress[2]):
-        share = min(1.0, int(progress[1]) / int(progress[2]))
-        text = f"[{'#' * round(20 * share):<20}] {int(progress[2]) / 2**20:7.1f} MiB  {_latest}"
-    elif found := next(interesting(line), None):
-        _latest = text = found
-    else:
-        return
-    print(f"\r\033[K  {text[: shutil.get_terminal_size().columns - 3]}", end="", file=sys.stderr, flush=True)
+    def see(self, line: str) -> None:
+        """A line of pip's output."""
+        progress = re.match(r"Progress (\d+) of (\d+)", line)
+        if progress and int(progress[2]):
+            self._show(*(int(number) for number in progress.groups()))
+        elif found := next(interesting(line), None):
+            self._latest = found
+            self._show()
+
+    def _show(self, num_bytes: int = 0, total: int = 0) -> None:
+        share = min(1.0, num_bytes / total) if total else 0.0
+        if self._moving:
+            bar = f"[{'#' * round(20 * share):<20}] {total / 2**20:7.1f} MiB  " if total else ""
+            text = f"{bar}{self._latest}"[: shutil.get_terminal_size().columns - 3]
+            print(f"\r\033[K  {text}", end="", file=self._stream, flush=True)
+        elif self._clock() - self._told_s >= SECONDS_BETWEEN_LINES:
+            self._told_s = self._clock()
+            part = f", {share:.0%} of {total / 2**20:.0f} MiB" if total else ""
+            print(f"setup: {self._latest}{part}", file=self._stream, flush=True)
+
+    def end(self) -> None:
+        """Leave the terminal's line empty."""
+        if self._moving:
+            print("\r\033[K", end="", file=self._stream, flush=True)
 
 
 def interesting(line: str) -> Iterator[str]:
@@ -200,11 +223,6 @@ def interesting(line: str) -> Iterator[str]:
     found = re.match(r"\s*(Collecting|Downloading|Using cached)\s+(\S+)", line)
     if found:
         yield f"{found[1].lower()} {found[2].rsplit('/', 1)[-1]}"
-
-
-def show_nothing() -> None:
-    if sys.stderr.isatty():
-        print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
 def main() -> int:

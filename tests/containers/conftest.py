@@ -37,8 +37,7 @@ def stack(request: pytest.FixtureRequest, built: None) -> Iterator[Stack]:
     if kind == "real":
         from engine.default_model import fetch_default_model
 
-        folder = fetch_default_model()
-        settings |= {"TANDEM_MODELS": str(folder.parent), "TANDEM_MODEL": f"/models/{folder.name}"}
+        settings["TANDEM_MODELS"] = str(fetch_default_model().parent)
     one = Stack(f"tandem-test-{kind}", kind, settings)
     one.compose("down", "-v", "-t", "5", check=False)  # of a round that was interrupted
     with HealthChecks(one):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import tomllib
 
 import pytest
 
@@ -70,6 +71,18 @@ def test_alive_and_ready_are_told_apart(stack: Stack, address: str) -> None:
     assert "SERVING" in run(engine(), "exec", container, *probe)
     assert "SERVICE_UNKNOWN" in run(engine(), "exec", container, *probe, "--service=other", "--live")
     assert "SERVICE_UNKNOWN" in run(engine(), "exec", container, *probe, "--service=other", check=False)
+
+
+def test_the_shipped_draft_drafts(stack: Stack, address: str) -> None:
+    """Who drafts by default: for the default model the one that comes with it, out of the image."""
+    (container,) = stack.containers("draft")
+    draft = tomllib.loads(run(engine(), "exec", container, "cat", "/cache/cluster.toml"))["draft_worker"]["draft"]
+    if stack.overlay == "fake":
+        assert draft == "ngram"
+        return
+    assert draft.endswith("/drafts/smollm2-135m-instruct")
+    assert not draft.startswith("/cache"), "nothing was fetched"
+    assert f"draft model ready  folder={draft}" in run(engine(), "logs", container)
 
 
 def test_tokens_are_right(stack: Stack, address: str, load: Load) -> None:

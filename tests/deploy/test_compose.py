@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -150,11 +151,36 @@ def test_only_gateways_are_published_and_only_here() -> None:
 
 
 @pytest.mark.skipif(shutil.which("docker-compose") is None, reason="no docker-compose here")
-def test_docker_compose_takes_it() -> None:
-    profiles = [
-        word for name in ("cpu", *SERVICES["worker-gpu-0"]["profiles"], "gpu-1") for word in ("--profile", name)
-    ]
-    command = ["docker-compose", "-f", "compose.yaml", *profiles, "config", "--services"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+@pytest.mark.parametrize(
+    ("profiles", "expected"),
+    [
+        (["cpu"], {"worker": []}),
+        (["gpu", "gpu-1", "gpu-3"], {"worker-gpu-0": ["0"], "worker-gpu-1": ["1"], "worker-gpu-3": ["3"]}),
+    ],
+    ids="+".join,
+)
+def test_docker_compose_renders_it(profiles: list[str], expected: dict[str, list[str]]) -> None:
+    """As compose itself reads it, anchors resolved: who runs under which profiles, and on which GPUs."""
+    flags = [word for name in profiles for word in ("--profile", name)]
+    settings = {name: value for name, value in os.environ.items() if not name.startswith("TANDEM_")}
+    done = subprocess.run(
+        ["docker-compose", "-f", "compose.yaml", *flags, "config"],
+        cwd=ROOT,
+        env=settings,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
-    assert set(done.stdout.split()) >= {"worker", "worker-gpu-0", "worker-gpu-1", "gateway", "model"}
+    rendered = yaml.safe_load(done.stdout)["services"]
+    everywhere = {"model", "redis", "scheduler", "standby", "gateway", "draft"}
+    # Version 1 renders the services of all profiles, the later ones those that would run.
+    assert everywhere | set(expected) <= set(rendered)
+    for name, gpus in expected.items():
+        devices = rendered[name].get("deploy", {}).get("resources", {}).get("reservations", {}).get("devices", [])
+        assert [gpu for device in devices for gpu in device["device_ids"]] == gpus
+        assert set(rendered[name]["profiles"]) <= set(profiles)
+        assert f"--device={'cuda' if gpus else 'cpu'}" in rendered[name]["command"]
+        assert rendered[name]["healthcheck"]["start_period"] in ("600s", "10m", "10m0s")
+    assert "--draft=auto" in rendered["model"]["command"], "the draft that is shipped is the default"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import os
 import shutil
 import subprocess
@@ -138,6 +139,58 @@ def test_pips_failures_come_with_advice(
     assert advice in text
     assert log in text
     assert "Progress" not in text
+
+
+PIP = [
+    "Collecting torch==2.13.0",
+    "  Downloading https://index/torch-2.13.0-cp311.whl (720.0 MB)",
+    "Progress 0 of 104857600",
+    "Progress 52428800 of 104857600",
+    "  Downloading https://index/numpy-2.0-cp311.whl (2 MB)",
+    "Installing collected packages: torch, numpy",
+]
+
+
+class Stream(io.StringIO):
+    """A terminal, or none."""
+
+    def __init__(self, terminal: bool) -> None:
+        super().__init__()
+        self._terminal = terminal
+
+    def isatty(self) -> bool:
+        return self._terminal
+
+
+def told(setup_venv: ModuleType, stream: Stream, seconds_per_line: float) -> str:
+    """What is shown while pip prints PIP, a line in so many seconds."""
+    now_s = 0.0
+    progress = setup_venv.PipProgress(stream, lambda: now_s)
+    for line in PIP:
+        progress.see(line)
+        now_s += seconds_per_line
+    progress.end()
+    return stream.getvalue()
+
+
+def test_progress_of_pip_without_a_terminal(setup_venv: ModuleType) -> None:
+    """A line now and then, whole."""
+    seldom = told(setup_venv, Stream(terminal=False), 6.0).splitlines()
+    assert seldom == ["setup: downloading torch-2.13.0-cp311.whl, 50% of 100 MiB"]
+    often = told(setup_venv, Stream(terminal=False), 20.0).splitlines()
+    assert often[0] == "setup: downloading torch-2.13.0-cp311.whl"
+    assert often[-1] == "setup: unpacking what was downloaded"
+    assert told(setup_venv, Stream(terminal=False), 0.1) == ""
+
+
+def test_progress_of_pip_on_a_terminal(setup_venv: ModuleType) -> None:
+    """One line that moves, and is gone at the end."""
+    shown = told(setup_venv, Stream(terminal=True), 0.1)
+    assert "\n" not in shown
+    frames = [frame.strip() for frame in shown.split("\r\033[K")[1:]]
+    assert len(frames) == len(PIP) + 1
+    assert frames[3].startswith("[##########          ]   100.0 MiB  downloading torch")
+    assert frames[-1] == ""
 
 
 def make(*arguments: str) -> subprocess.CompletedProcess[str]:
