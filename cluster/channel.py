@@ -66,6 +66,30 @@ def abandon(call: Any) -> None:
         inner.cancel("abandoned")
 
 
+async def until_one_ends(parts: list[asyncio.Task[None]]) -> None:
+    """Wait until one of a stream's parts has ended; raise what it has raised. `end_all` is to follow.
+
+    An error's traceback keeps the frames that it has passed, and they their variables: one that keeps a task that has
+    raised it is a cycle, and so lives until the garbage collector comes by. The call in it keeps its connection open
+    and answers pings, for minutes in a process that is at rest. Hence no such variable is left here.
+    """
+    await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
+    try:
+        for part in parts:
+            if part.done():
+                part.result()
+    finally:
+        del part
+
+
+async def end_all(parts: list[asyncio.Task[None]]) -> None:
+    """Cancel a stream's parts and forget them, whatever they raise."""
+    for part in parts:
+        part.cancel()
+    await asyncio.gather(*parts, return_exceptions=True)
+    parts.clear()
+
+
 STREAM_ERRORS = (grpc.RpcError, asyncio.InvalidStateError, TimeoutError)
 """how a call's end shows; a write to a stream that has just ended raises InvalidStateError"""
 

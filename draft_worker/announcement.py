@@ -8,7 +8,7 @@ import logging
 import grpc
 from tandem.v1 import scheduler_pb2_grpc
 
-from cluster.channel import STREAM_ERRORS, abandon, connect, end_if_cancelled, why_ended
+from cluster.channel import STREAM_ERRORS, abandon, connect, end_all, end_if_cancelled, until_one_ends, why_ended
 from cluster.leaders import Leaders
 from cluster.logs import event
 from draft_worker.convert import hello_to_proto, sign_of_life_to_proto
@@ -87,13 +87,9 @@ class Announcement:
             self._leaders.welcomed()
             event(logger, "announced", scheduler=self._scheduler, address=self._address, term=self._highest_term)
             parts = [asyncio.ensure_future(part) for part in (self._read(call), _beat(call), self._until_outranked())]
-            done, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
-            for part in done:
-                part.result()
+            await until_one_ends(parts)
         finally:
-            for part in parts:
-                part.cancel()
-            await asyncio.gather(*parts, return_exceptions=True)
+            await end_all(parts)
             abandon(call)
             await channel.close()
 

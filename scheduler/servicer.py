@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 from tandem.v1 import admin_pb2, admin_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc
 
-from cluster import errors
+from cluster import channel, errors
 from cluster.logs import event
 from scheduler import convert, sessions
 from scheduler.leadership import Leadership
@@ -42,13 +42,9 @@ async def _converse(*directions: Any) -> None:
     """Run a reader and a writer; when either ends, end the other."""
     tasks = [asyncio.ensure_future(direction) for direction in directions]
     try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
+        await channel.until_one_ends(tasks)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await channel.end_all(tasks)
 
 
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 import grpc
 from tandem.v1 import scheduler_pb2, scheduler_pb2_grpc
 
-from cluster.channel import STREAM_ERRORS, abandon, connect, end_if_cancelled, why_ended
+from cluster.channel import STREAM_ERRORS, abandon, connect, end_all, end_if_cancelled, until_one_ends, why_ended
 from cluster.leaders import Leaders
 from cluster.logs import event
 from worker.convert import (
@@ -165,9 +165,7 @@ class Attachment:
             self._set_attached(True)
             running = (self._read(call), self._write(call), self._beat(), self._until_outranked())
             parts = [asyncio.ensure_future(part) for part in running]
-            done, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
-            for part in done:
-                part.result()
+            await until_one_ends(parts)
         except Outranked:
             self._outbox.put_nowait(None)
             farewell = asyncio.ensure_future(_take_leave(call, channel, parts))
@@ -288,9 +286,7 @@ async def _take_leave(
 
 
 async def _end(call: grpc.aio.StreamStreamCall, channel: grpc.aio.Channel, parts: list[asyncio.Task[None]]) -> None:
-    for part in parts:
-        part.cancel()
-    await asyncio.gather(*parts, return_exceptions=True)
+    await end_all(parts)
     abandon(call)
     await channel.close()
 

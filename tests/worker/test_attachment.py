@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -438,3 +439,25 @@ async def test_a_leader_that_is_being_left_has_no_say(bench: Bench, outranking: 
     bench.engine.permits.release(1000)
     [resident] = (await bench.scheduler.next()).hello.residents
     assert len(resident.token_ids) == len(PROMPT) + 1
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+async def test_no_stream_outlives_its_end(bench: Bench, outranking: Callable[[], None], leaves: bool) -> None:
+    """One that waits for the garbage collector keeps its connection."""
+    old = await bench.scheduler.next()
+    gc.collect()
+    gc.disable()
+    try:
+        calls = count_calls()
+        if leaves:
+            outranking()
+        else:
+            old.outgoing.put_nowait(None)
+        await bench.scheduler.next()
+        await until(lambda: not bench.attachment._farewells and count_calls() == calls)
+    finally:
+        gc.enable()
+
+
+def count_calls() -> int:
+    return sum(type(one).__name__ == "StreamStreamCall" for one in gc.get_objects())
