@@ -20,7 +20,15 @@ from collections.abc import Callable
 import grpc
 from tandem.v1 import draft_pb2, draft_pb2_grpc
 
-from cluster.channel import STREAM_ERRORS, abandon, backoff_delay_s, connect, end_if_cancelled
+from cluster.channel import (
+    STREAM_ERRORS,
+    abandon,
+    backoff_delay_s,
+    connect,
+    end_all,
+    end_if_cancelled,
+    until_one_ends,
+)
 from cluster.logs import event
 from worker.convert import draft_hello_to_proto, outgoing_to_proto, tails_from_proto
 from worker.sequences import Sequence
@@ -124,13 +132,9 @@ class DraftLink:
             self._set_linked(True)
             event(logger, "draft worker linked", draft_worker=self.address)
             parts = [asyncio.ensure_future(part) for part in (self._read(call), self._write(call), self._watch())]
-            done, _ = await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
-            for part in done:
-                part.result()
+            await until_one_ends(parts)
         finally:
-            for part in parts:
-                part.cancel()
-            await asyncio.gather(*parts, return_exceptions=True)
+            await end_all(parts)
             abandon(call)
             await channel.close()
 
