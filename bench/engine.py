@@ -35,6 +35,7 @@ from engine.batch import Batch, pad_tables
 from engine.decoder_route import DecoderModel, decoder_spec
 from engine.default_model import fetch_default_model
 from engine.description import Undescribed
+from engine.kernels.cpp_linear import CODED_SHARE
 from engine.kernels.ops import Ops
 from engine.kernels.selection import KERNELS, select_ops
 from engine.loading import ModelFacts, check_supported, resolve_model
@@ -222,7 +223,8 @@ def main() -> None:
     runner = ModelRunner.load(facts.folder, **asdict(options))
     ops: Ops = select_ops(resolve_device(options.device), options.kernels)
     dtype, device = resolve_dtype(options.dtype), resolve_device(options.device)
-    costs = Costs.of(facts, dtype)
+    coded = dtype is torch.bfloat16 and "route=decoder kernels=cpp" in runner.info.fingerprint
+    costs = Costs.of(facts, dtype, CODED_SHARE if coded else 1.0)
     print(f"{facts.folder.name} {options.dtype}: {runner.info.fingerprint}")
 
     before = measure(ops, dtype, device)

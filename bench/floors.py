@@ -41,13 +41,14 @@ class Costs:
     """query heads × head_dim × layers"""
 
     @classmethod
-    def of(cls, facts: ModelFacts, dtype: torch.dtype) -> Costs:
+    def of(cls, facts: ModelFacts, dtype: torch.dtype, layer_share: float = 1.0) -> Costs:
+        """`layer_share`: of their dtype's bytes, what the layers' weights are held in."""
         config: Any = AutoConfig.from_pretrained(facts.folder, local_files_only=True).get_text_config(decoder=True)
         head = facts.vocab_size * config.hidden_size
         # An embedding that isn't the head is read a row per token.
         body = facts.num_parameters - head * (1 if config.tie_word_embeddings else 2)
         return cls(
-            weight_bytes=(body + head) * dtype.itemsize,
+            weight_bytes=(layer_share * body + head) * dtype.itemsize,
             body_parameters=body,
             head_parameters=head,
             kv_bytes_per_token=facts.kv_bytes_per_token(dtype.itemsize),

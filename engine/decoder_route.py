@@ -5,7 +5,7 @@ On a GPU, decode steps are replayed as CUDA graphs (`engine.cuda_graphs`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,10 @@ from engine.decoder_spec import DecoderSpec
 from engine.decoder_weights import Checkpoint, Weight, WeightReader
 from engine.description import Undescribed, describe
 from engine.errors import IncompleteModel, UnsupportedModel
-from engine.kernels.cpp_linear import packed_layout
+from engine.kernels.cpp_linear import coded, packed_layout
 from engine.kernels.cpp_ops import CppOps
 from engine.kernels.cpp_screen import pack_screen, screen_layout
-from engine.kernels.ops import Ops
+from engine.kernels.ops import Ops, PackedLinear
 from engine.kernels.torch_ops import TorchOps
 from engine.kv_cache import LayerShape
 from engine.loading import ModelFacts
@@ -82,9 +82,8 @@ class DecoderModel:
         graphs = device.type == "cuda" and not isinstance(ops, TorchOps)
         self._recorder = CudaRecorder() if recorder is None and graphs else recorder
         self._plans = StepPlanBuilder(device)
-        if weights is None:
-            weights = self._read(facts, progress, cache)
-        self._decoder = Decoder(spec, weights, ops, dtype, device, max_model_len)
+        self.weights = self._read(facts, progress, cache) if weights is None else weights
+        self._decoder = Decoder(spec, self.weights, ops, dtype, device, max_model_len)
         self._forward: Callable[[Batch], torch.Tensor] = self._as_it_is
         self._decode_steps: DecodeSteps | None = None
 
@@ -98,8 +97,8 @@ class DecoderModel:
         num_bytes = facts.num_parameters * dtype.itemsize
         if on_cpp and num_bytes >= WORTH_MAPPING:
             name = entry_name(facts.content_id, dtype, f"{packed_layout()} {screen_layout()}")
-            return mapped_weights(name, num_bytes, reader.items, cache)
-        return dict(reader.items())
+            return mapped_weights(name, num_bytes, lambda: _coded(reader.items()), cache)
+        return dict(_coded(reader.items()) if on_cpp else reader.items())
 
     def allocate(self, num_blocks: int, block_size: int) -> None:
         """Raises ValueError for a block size that the operations don't take."""
@@ -152,6 +151,12 @@ class DecoderModel:
 
     def _as_it_is(self, batch: Batch) -> torch.Tensor:
         return self._decoder.forward(self._plans.build(batch))
+
+
+def _coded(weights: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
+    """With less to read in a step. The head stays as it is: its screen and the embedding look at parts of it."""
+    for name, weight in weights:
+        yield name, coded(weight) if isinstance(weight, PackedLinear) and name != "head" else weight
 
 
 def refusal(facts: ModelFacts, spec: DecoderSpec, ops: Ops, dtype: torch.dtype, block_size: int) -> str | None:

@@ -42,20 +42,58 @@ class SampleRow(NamedTuple):
     """of known_token_ids, where a sequence keeps them; without, penalties count anew"""
 
 
-def change_logits_(logits: torch.Tensor, row: SampleRow) -> None:
-    """Apply everything before the temperature to float32 logits [V], in place.
+class ChangedRow:
+    """Float32 logits [V] of one row while some are overwritten; `restore` puts everything back."""
 
-    Raises ValueError for an id outside the vocabulary.
-    """
+    def __init__(self, logits: torch.Tensor) -> None:
+        self._logits = logits
+        # numpy reads and writes a few hundred of them in a third of the time.
+        self._numbers = logits.numpy() if logits.device.type == "cpu" else None
+        self._before: list[tuple[np.ndarray, np.ndarray]] = []
+
+    def read(self, ids: np.ndarray, source: str) -> np.ndarray:
+        """Raises ValueError for an id outside the vocabulary; `source`: where ids are from."""
+        vocab_size = len(self._logits)
+        if len(ids) and not (ids.min() >= 0 and ids.max() < vocab_size):
+            raise ValueError(f"{source}: token id outside the vocabulary of {vocab_size}")
+        if self._numbers is not None:
+            return self._numbers[ids]
+        values: np.ndarray = self._logits[self._on_device(ids)].cpu().numpy()
+        return values
+
+    def write(self, ids: np.ndarray, values: np.ndarray, before: np.ndarray) -> None:
+        """ids int64, distinct, that were `read`, and what that gave."""
+        self._before.append((ids, before))
+        self._put(ids, values)
+
+    def restore(self) -> None:
+        while self._before:
+            self._put(*self._before.pop())
+
+    def _put(self, ids: np.ndarray, values: np.ndarray) -> None:
+        if self._numbers is not None:
+            self._numbers[ids] = values
+        else:
+            self._logits[self._on_device(ids)] = torch.from_numpy(values).to(self._logits.device)
+
+    def _on_device(self, ids: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(ids).to(self._logits.device)
+
+
+def change_logits(logits: ChangedRow, row: SampleRow) -> None:
+    """Apply everything before the temperature. Raises ValueError for an id outside the vocabulary."""
     params = row.params
     if params.penalises:
-        _penalise_(logits, row)
+        _penalise(logits, row)
     if params.logit_bias:
-        ids = _ids(list(params.logit_bias), logits, "logit_bias")
-        logits[ids] += torch.tensor(list(params.logit_bias.values()), dtype=torch.float32, device=logits.device)
+        ids = np.array(list(params.logit_bias), np.int64)
+        before = logits.read(ids, "logit_bias")
+        logits.write(ids, before + np.array(list(params.logit_bias.values()), np.float32), before)
     banned = banned_token_ids(row)
     if banned:
-        logits[_ids(sorted(banned), logits, "bad_words or stop_token_ids")] = BANNED
+        ids = np.array(sorted(banned), np.int64)
+        before = logits.read(ids, "bad_words or stop_token_ids")
+        logits.write(ids, np.full(len(ids), BANNED, np.float32), before)
 
 
 def banned_token_ids(row: SampleRow) -> set[int]:
@@ -148,12 +186,11 @@ def _total_weights(scores: torch.Tensor, rows: list[int]) -> list[int]:
     return totals
 
 
-def _penalise_(logits: torch.Tensor, row: SampleRow) -> None:
+def _penalise(logits: ChangedRow, row: SampleRow) -> None:
     params = row.params
     counts = row.counts or count_tokens(row.known_token_ids, row.num_prompt_tokens)
-    distinct, times = counts.with_draft(row.draft_prefix)
-    ids = _ids(distinct, logits, "context")
-    values = logits[ids].cpu().numpy()
+    ids, times = counts.with_draft(row.draft_prefix)
+    before = values = logits.read(ids, "context")
     with np.errstate(over="ignore"):
         if params.repetition_penalty != 1:
             penalty = np.float32(params.repetition_penalty)
@@ -161,7 +198,7 @@ def _penalise_(logits: torch.Tensor, row: SampleRow) -> None:
         if params.presence_penalty or params.frequency_penalty:
             values = values - times * np.float32(params.frequency_penalty)
             values = values - np.where(times > 0, np.float32(params.presence_penalty), np.float32(0))
-    logits[ids] = torch.from_numpy(values).to(logits.device)
+    logits.write(ids, values, before)
 
 
 def _last(row: SampleRow, count: int) -> list[int]:
@@ -170,10 +207,3 @@ def _last(row: SampleRow, count: int) -> list[int]:
     from_known = max(0, count - len(draft))
     known = list(row.known_token_ids[max(0, len(row.known_token_ids) - from_known) :])
     return (known + draft)[max(0, len(known) + len(draft) - count) :]
-
-
-def _ids(ids: Sequence[int] | np.ndarray, logits: torch.Tensor, source: str) -> torch.Tensor:
-    found = torch.as_tensor(np.asarray(ids, dtype=np.int64))
-    if len(found) and not (int(found.min()) >= 0 and int(found.max()) < len(logits)):
-        raise ValueError(f"{source}: token id outside the vocabulary of {len(logits)}")
-    return found.to(logits.device)

@@ -20,7 +20,7 @@ from engine import noise
 from engine.kernels import cpp_choose, torch_choose
 from engine.kernels.cpp_choose import Cuts
 from engine.logprobs import PositionLogprobs, position_logprobs
-from engine.processors import SampleRow, change_logits_, kept_token_ids
+from engine.processors import ChangedRow, SampleRow, change_logits, kept_token_ids
 from engine.sampling_params import SamplingParams
 
 __all__ = ["SampleResult", "SampleRow", "sample", "sampled_tokens"]
@@ -72,16 +72,21 @@ def sampled_tokens(token_ids: Sequence[int]) -> SampleResult:
 
 def _choose_changed(logits: torch.Tensor, rows: Sequence[SampleRow], indices: list[int], result: SampleResult) -> None:
     """Choose anew for those whose logits the processors change."""
-    own = logits[indices]
-    for at, index in enumerate(indices):
-        try:
-            change_logits_(own[at], rows[index])
-        except ValueError as error:
-            result.errors[index] = str(error)
+    own = logits if len(indices) == len(rows) else logits[indices]
     some = [rows[index] for index in indices]
-    for index, token_id in zip(
-        indices, _choose(own, some, [at for at, row in enumerate(some) if not row.params.greedy]), strict=True
-    ):
+    # A few hundred numbers are written over and put back: a copy of all of a row's would take longer than the choice.
+    changed = [ChangedRow(own[at]) for at in range(len(indices))]
+    try:
+        for at, index in enumerate(indices):
+            try:
+                change_logits(changed[at], some[at])
+            except ValueError as error:
+                result.errors[index] = str(error)
+        token_ids = _choose(own, some, [at for at, row in enumerate(some) if not row.params.greedy])
+    finally:
+        for one in changed:
+            one.restore()
+    for index, token_id in zip(indices, token_ids, strict=True):
         if token_id < 0:
             result.errors.setdefault(index, ALL_BANNED)
         result.token_ids[index] = None if index in result.errors else token_id

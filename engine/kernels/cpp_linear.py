@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from functools import cache
 from pathlib import Path
@@ -17,6 +18,8 @@ from engine.kernels.ops import PackedLinear
 TILE_COLUMNS = 32
 GATED_COLUMNS = TILE_COLUMNS // 2
 DTYPES = (torch.float32, torch.bfloat16)
+CODED_SHARE = 0.75
+"""of their bytes, what coded weights take; tables and exceptions are within a hundredth of that"""
 
 
 def pack(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
@@ -46,16 +49,27 @@ def pack_gated(
     return PackedLinear(data, bias, in_features, out_features, gated=True)
 
 
+def coded(packed: PackedLinear) -> PackedLinear:
+    """The same weight in three quarters of the bytes, for products only (csrc/linear_coded.h); as it is where it isn't
+    bfloat16, or its values are too many.
+    """
+    if packed.data.dtype is not torch.bfloat16:
+        return packed
+    data: torch.Tensor = torch.ops.tandem.code.default(packed.data)
+    return dataclasses.replace(packed, data=data) if data.numel() else packed
+
+
 def packed_layout() -> str:
     """A hash of what decides how weights are packed, the same at every level; other kernels may change without it."""
     digest = hashlib.sha256()
-    for path in (Path(__file__), SOURCES / "linear.h", SOURCES / "linear_ops.cpp"):
+    sources = ("linear.h", "linear_ops.cpp", "linear_coded.h", "linear_coded_ops.cpp")
+    for path in (Path(__file__), *(SOURCES / name for name in sources)):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
 
 def unpack(packed: PackedLinear) -> torch.Tensor:
-    """The weight [N, K] that `pack` was given."""
+    """The weight [N, K] that `pack` was given; not of a coded one."""
     pairs = packed.data if packed.data.dim() == 4 else packed.data[..., None]
     rows = pairs.permute(0, 2, 1, 3).reshape(pairs.shape[0] * TILE_COLUMNS, -1)
     return rows[: packed.out_features, : packed.in_features].contiguous()
@@ -77,6 +91,7 @@ def load_operations() -> str:
     for name in _MUTATING:
         torch.library.register_fake(f"tandem::{name}", _fake_writing)
     torch.library.register_fake("tandem::pack", _fake_pack)
+    torch.library.register_fake("tandem::code", _fake_code)
     torch.library.register_fake("tandem::pack_gated", lambda gate, up: _fake_pack(gate, GATED_COLUMNS))
     return level
 
@@ -103,3 +118,8 @@ def _fake_pack(weight: torch.Tensor, columns: int = TILE_COLUMNS) -> torch.Tenso
     if weight.dtype == torch.float32:
         return weight.new_empty((num_tiles, weight.shape[1], TILE_COLUMNS))
     return weight.new_empty((num_tiles, -(-weight.shape[1] // 2), TILE_COLUMNS, 2))
+
+
+def _fake_code(packed: torch.Tensor) -> torch.Tensor:
+    """How many bytes, or whether any, is seen by the values only."""
+    return packed.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.uint8)

@@ -70,6 +70,8 @@ def test_floors_count_each_weight_once(folder: Path) -> None:
     costs = Costs.of(facts, torch.float32)
     assert costs.body_parameters + costs.head_parameters == facts.num_parameters
     assert costs.weight_bytes == 4 * facts.num_parameters
+    coded = Costs.of(facts, torch.float32, 0.75)
+    assert coded.weight_bytes == 3 * costs.body_parameters + 4 * costs.head_parameters
     slow_memory, slow_cores = Ceilings(1e-3, 1e9), Ceilings(1e9, 1e-3)
     assert costs.floor_s(Work(1, 1), slow_memory) == (costs.weight_bytes + costs.kv_bytes_per_token) / 1e6
     one, four = (costs.floor_s(Work(rows, 1), slow_cores) for rows in (1, 4))

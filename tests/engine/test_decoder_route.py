@@ -15,6 +15,8 @@ from engine.decoder_route import DecoderModel, decoder_spec, refusal
 from engine.decoder_spec import DecoderSpec
 from engine.decoder_weights import Checkpoint, WeightReader
 from engine.errors import IncompleteModel
+from engine.kernels.build import NoKernels
+from engine.kernels.cpp_ops import CppOps
 from engine.kernels.ops import PackedLinear
 from engine.kernels.torch_ops import TorchOps
 from engine.loading import check_supported
@@ -108,6 +110,27 @@ def test_steps_as_graphs_have_the_same_bits(tiny_model):
             found.append(state.run(*rows))
         logits.append(torch.cat(found))
     assert torch.equal(logits[0], logits[1])
+
+
+def test_layers_are_coded_and_keep_their_bits(tiny_model):
+    """The decoder reads less per step than the weights have bytes."""
+    try:
+        ops = CppOps()
+    except NoKernels as error:
+        pytest.skip(str(error))
+    facts = check_supported(tiny_model("llama-grouped-biases"))
+    spec, dtype = spec_of(facts), torch.bfloat16
+    plain = dict(WeightReader(spec, Checkpoint(facts.folder), ops, dtype, CPU).items())
+    logits, sizes = [], []
+    for weights in (None, plain):
+        model = DecoderModel(facts, spec, ops, dtype, CPU, 512, weights=weights)
+        state = Sequences(ModelRunner(model, facts, RunnerOptions(num_blocks=40)))
+        prompts = [(f"s{index}", 0, list(range(5 + index, 9 + 9 * index))) for index in range(5)]
+        logits.append(torch.cat([state.run(*prompts), state.run(*((name, len(ids), [3]) for name, _, ids in prompts))]))
+        packed = [weight for weight in model.weights.values() if isinstance(weight, PackedLinear)]
+        sizes.append(sum(weight.data.nbytes for weight in packed[:-1]))
+    assert torch.equal(logits[0], logits[1])
+    assert sizes[0] < 0.8 * sizes[1]
 
 
 def test_neither_transformers_models_nor_a_compiler_are_imported(tiny_model):

@@ -153,6 +153,30 @@ def test_a_damaged_entry_is_packed_anew(tmp_path):
         assert packing.times == expected
 
 
+def test_an_entry_that_was_altered_in_place_is_packed_anew(tmp_path):
+    mapped_weights("one", 1, Packing(), tmp_path)
+    path = tmp_path / "packed/one/weights.bin"
+    with path.open("r+b") as file:
+        file.seek(7)
+        changed = bytes([file.read(1)[0] ^ 1])
+        file.seek(7)
+        file.write(changed)
+    later = path.stat().st_mtime + 1  # times may be as coarse as a clock tick
+    os.utime(path, (later, later))
+    for expected in (1, 1, 0):
+        packing = Packing()
+        assert_same(dict(mapped_weights("one", 1, packing, tmp_path)), weights())
+        assert packing.times == expected
+
+
+def test_a_copy_without_its_times_is_as_good(tmp_path):
+    mapped_weights("one", 1, Packing(), tmp_path)
+    os.utime(tmp_path / "packed/one/weights.bin", (1, 1))
+    packing = Packing()
+    assert_same(dict(mapped_weights("one", 1, packing, tmp_path)), weights())
+    assert packing.times == 0
+
+
 def placed(offset: int, dtype: str) -> dict[str, object]:
     return {"final_norm": {"data": {"offset": offset, "shape": [6], "dtype": dtype}}}
 

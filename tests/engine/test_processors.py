@@ -42,6 +42,24 @@ def test_case_28_penalties_need_nothing_but_the_context() -> None:
     assert one([-1.0, -1.2], row(params, prompt=[0])) == 1
 
 
+def test_logits_are_left_as_they_are() -> None:
+    """They are written over for the choice, also where something wrong shows half-way; log-probabilities come later."""
+    rows = [
+        row(SamplingParams(temperature=0, repetition_penalty=1.3, top_logprobs=1), prompt=[1, 2], output=[3]),
+        row(SamplingParams(temperature=0.5, logit_bias={0: 2.0, 5: -1.0}, presence_penalty=0.5), output=[5]),
+        row(SamplingParams(temperature=0, bad_words=((4,),), logit_bias={4: 9.0})),
+        row(SamplingParams(temperature=0, presence_penalty=0.5, logit_bias={99: 1.0}), output=[2]),
+    ]
+    logits = torch.randn(4, 8, generator=torch.Generator().manual_seed(3))
+    before = logits.clone()
+    result = sample(logits, rows)
+    assert list(result.errors) == [3]
+    assert torch.equal(logits, before)
+    entry = result.logprobs[0]
+    assert entry is not None
+    assert entry.top[0].logprob == pytest.approx(before[0].log_softmax(-1).max().item(), abs=1e-5)
+
+
 def test_case_29_what_each_penalty_counts() -> None:
     logits = [1.0, 0.9, 0.0]
     repetition = SamplingParams(temperature=0, repetition_penalty=1.3)

@@ -7,6 +7,7 @@ from mutant import Mutant
 CSRC = "engine/kernels/csrc"
 ATTENTION = ("tests/engine/kernels/test_cpp_attention.py",)
 LINEAR = ("tests/engine/kernels/test_cpp_linear.py",)
+CODED = ("tests/engine/kernels/test_cpp_coded.py",)
 ROTARY = ("tests/engine/kernels/test_cpp_rotary.py",)
 
 KERNELS: tuple[Mutant, ...] = (
@@ -47,10 +48,45 @@ KERNELS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "kernel-product-reads-beyond-an-odd-row",
-        f"{CSRC}/linear.cpp",
+        f"{CSRC}/linear_tile.h",
         "{x[row * stride + depth - 1], T{}}",
         "{x[row * stride + depth - 1], x[row * stride + depth]}",
         LINEAR,
+    ),
+    Mutant(
+        "kernel-forgets-exceptions",
+        f"{CSRC}/linear_coded.h",
+        "copy[exception->place % kPairElements].bits = exception->bits;",
+        "static_cast<void>(copy);",
+        CODED,
+    ),
+    Mutant(
+        "kernel-takes-the-other-steps-codes",
+        f"{CSRC}/linear_coded.h",
+        "{looked_up(table, low_codes(codes)), looked_up(table, high_codes(codes))}",
+        "{looked_up(table, high_codes(codes)), looked_up(table, low_codes(codes))}",
+        CODED,
+    ),
+    Mutant(
+        "kernel-multiplies-a-pair-beyond-the-depth",
+        f"{CSRC}/linear_coded.h",
+        "const int64_t num_whole = depth / 4,",
+        "const int64_t num_whole = (depth + 3) / 4,",
+        CODED,
+    ),
+    Mutant(
+        "kernel-trusts-what-a-head-says",
+        f"{CSRC}/linear_coded.h",
+        "std::clamp<int64_t>(head_->num_exceptions, 0, weight.num_exceptions - first)",
+        "head_->num_exceptions",
+        CODED,
+    ),
+    Mutant(
+        "kernel-codes-the-rarest",
+        f"{CSRC}/linear_coded_ops.cpp",
+        "return counts[a] > counts[b];",
+        "return counts[a] < counts[b];",
+        CODED,
     ),
     Mutant(
         "kernel-rotates-the-wrong-way",

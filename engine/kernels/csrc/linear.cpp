@@ -3,7 +3,7 @@
 // Exactness. Every element of x Wᵀ is one float32 accumulator that takes the products of k = 0, 1, 2 … in this order
 // (bfloat16: pair by pair). Which rows share a pass, a block or a thread therefore can't be seen in the bits.
 //
-// A pass multiplies up to kMaxRows rows with one tile, its sums in registers:
+// A pass multiplies up to kPassRows rows with one tile, its sums in registers:
 //
 //         tile, K deep      columns 0 … 15   16 … 31
 //         x, row 0   ──▶     [ sum ]         [ sum ]         each step along k: a vector of weights is loaded once
@@ -19,96 +19,17 @@
 #include "linear.h"
 
 #include <algorithm>
-#include <array>
-#include <utility>
 
 #include "activations.h"
 #include "lanes.h"
+#include "linear_coded.h"
 #include "threads.h"
 
 namespace tandem::TANDEM_LEVEL {
 namespace {
 
-constexpr int kTileVectors = kTileColumns / kLanes;
-constexpr bool kWideRegisters = kLanes == 16;  // 32 registers of 16 lanes; else 16 of 8
-
-constexpr int kMaxRows = kWideRegisters ? 8 : 4;
-constexpr int64_t kLineBytes = 64;
-
 constexpr int64_t kCacheBytes = 1 << 20;  // a core's own cache
 constexpr int64_t kItemBytes = 32 << 10;  // weights that make an item long enough to be worth claiming
-
-template <class T>
-constexpr int kDepthPerStep = sizeof(T) == 2 ? 2 : 1;
-
-template <class T>
-constexpr int64_t kStepElements = kTileColumns * kDepthPerStep<T>;
-
-inline Lanes add_product(Lanes sum, const float* weights, const float* x) { return fma(load(weights), fill(*x), sum); }
-inline Lanes add_product(Lanes sum, const bf16* weights, const bf16* x) {
-  return add_pair_products(sum, load_pairs(weights), fill_pair(x));
-}
-
-// The sums of kVectors vectors of a tile's columns, from vector `first` on.
-template <class T, int kRows, int kVectors>
-void multiply_vectors(const T* x, int64_t stride, const T* tile, int64_t depth, int first, float* sums) {
-  constexpr int kVectorElements = kLanes * kDepthPerStep<T>;
-  Lanes sum[kRows][kVectors];
-#pragma GCC unroll 8
-  for (int row = 0; row < kRows; row++) {
-#pragma GCC unroll 4
-    for (int v = 0; v < kVectors; v++) sum[row][v] = zero();
-  }
-  const T* weights = tile + first * kVectorElements;
-  const int64_t num_steps = depth / kDepthPerStep<T>;
-  for (int64_t step = 0; step < num_steps; step++, weights += kStepElements<T>) {
-#pragma GCC unroll 8
-    for (int row = 0; row < kRows; row++) {
-#pragma GCC unroll 4
-      for (int v = 0; v < kVectors; v++) {
-        const T* value = x + row * stride + step * kDepthPerStep<T>;
-        sum[row][v] = add_product(sum[row][v], weights + v * kVectorElements, value);
-      }
-    }
-  }
-  if constexpr (kDepthPerStep<T> == 2) {
-    if (depth % 2) {  // the last pair's second half belongs to the next row, or to nobody
-      for (int row = 0; row < kRows; row++) {
-        const T last[2] = {x[row * stride + depth - 1], T{}};
-        for (int v = 0; v < kVectors; v++) sum[row][v] = add_product(sum[row][v], weights + v * kVectorElements, last);
-      }
-    }
-  }
-#pragma GCC unroll 8
-  for (int row = 0; row < kRows; row++) {
-#pragma GCC unroll 4
-    for (int v = 0; v < kVectors; v++) store(sums + row * kTileColumns + (first + v) * kLanes, sum[row][v]);
-  }
-}
-
-// sums [kRows][32] of kRows rows and one tile
-template <class T, int kRows>
-void multiply(const T* x, int64_t stride, const T* tile, int64_t depth, float* sums) {
-  // As many vectors at once as leave registers for the weights: a whole tile, or half of one in 16 registers.
-  constexpr int kVectors = kWideRegisters || kRows == 1 ? kTileVectors : kTileVectors / 2;
-  multiply_vectors<T, kRows, kVectors>(x, stride, tile, depth, 0, sums);
-  if constexpr (kVectors < kTileVectors) {
-    multiply_vectors<T, kRows, kVectors>(x, stride, tile, depth, kVectors, sums);
-  }
-}
-
-template <class T>
-using Multiply = void (*)(const T*, int64_t, const T*, int64_t, float*);
-
-template <class T, int... kRowsMinusOne>
-constexpr std::array<Multiply<T>, sizeof...(kRowsMinusOne)> multiply_table(
-    std::integer_sequence<int, kRowsMinusOne...>) {
-  return {multiply<T, kRowsMinusOne + 1>...};
-}
-
-// kMultiply<T>[n - 1] multiplies n rows
-template <class T>
-constexpr auto kMultiply = multiply_table<T>(std::make_integer_sequence<int, kMaxRows>{});
 
 // A vector of the result, from its column's place in a row of sums.
 inline Lanes finished(const LinearArguments& a, const float* sums, int64_t packed_column) {
@@ -190,42 +111,63 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 Cut cut(int64_t num_rows, int64_t num_tiles, int64_t row_bytes, int num_workers) {
   // Half of the cache for a block of x, the rest for weights and results.
-  const int64_t most_rows = std::max<int64_t>(kMaxRows, kCacheBytes / 2 / std::max<int64_t>(row_bytes, 1));
+  const int64_t most_rows = std::max<int64_t>(kPassRows, kCacheBytes / 2 / std::max<int64_t>(row_bytes, 1));
   int64_t num_blocks = ceil_div(num_rows, most_rows);
   // Enough items that the threads end together; below two passes a block only reads its weights more often.
   const int64_t wanted_items = num_workers > 1 ? 4 * num_workers : 1;
-  const int64_t most_blocks = std::max<int64_t>(num_blocks, num_rows / (2 * kMaxRows));
+  const int64_t most_blocks = std::max<int64_t>(num_blocks, num_rows / (2 * kPassRows));
   num_blocks = std::clamp(ceil_div(wanted_items, num_tiles), num_blocks, most_blocks);
-  const int64_t rows_per_block = ceil_div(ceil_div(num_rows, num_blocks), kMaxRows) * kMaxRows;
+  const int64_t rows_per_block = ceil_div(ceil_div(num_rows, num_blocks), kPassRows) * kPassRows;
   // An item's cost in bytes of weights read: each pass reads them again, from a cache.
-  const int64_t tile_cost = kTileColumns * row_bytes * ceil_div(std::min(rows_per_block, num_rows), kMaxRows);
+  const int64_t tile_cost = kTileColumns * row_bytes * ceil_div(std::min(rows_per_block, num_rows), kPassRows);
   const int64_t tiles_per_group = std::clamp<int64_t>(kItemBytes / std::max<int64_t>(tile_cost, 1), 1, num_tiles);
   return {rows_per_block, ceil_div(num_rows, rows_per_block), tiles_per_group, ceil_div(num_tiles, tiles_per_group)};
 }
 
+// Tiles as passes multiply with them, plain and coded.
 template <class T>
+struct PlainTiles {
+  using Element = T;
+  const LinearArguments& a;
+
+  void multiply(int64_t tile, int num_rows, const T* x, float* sums) const {
+    const int64_t tile_elements = ceil_div(a.in_features, kDepthPerStep<T>) * kStepElements<T>;
+    const T* weights = static_cast<const T*>(a.weight) + tile * tile_elements;
+    kMultiply<T>[num_rows - 1](x, a.x_stride, weights, a.in_features, sums);
+  }
+};
+
+struct CodedTiles {
+  using Element = bf16;
+  const LinearArguments& a;
+
+  void multiply(int64_t tile, int num_rows, const bf16* x, float* sums) const {
+    kMultiplyCoded[num_rows - 1](x, a.x_stride, CodedTile(a.coded, tile), a.in_features, sums);
+  }
+};
+
+template <class Tiles>
 void run(const LinearArguments& a) {
+  using T = typename Tiles::Element;
+  const Tiles tiles{a};
   const int64_t width = a.finish == Finish::gate ? kGatedColumns : kTileColumns;
   const int64_t num_tiles = ceil_div(a.out_features, width);
-  const int64_t tile_elements = ceil_div(a.in_features, kDepthPerStep<T>) * kStepElements<T>;
   const Cut c = cut(a.num_rows, num_tiles, a.in_features * sizeof(T), num_threads());
   const T* x = static_cast<const T*>(a.x);
-  const T* weight = static_cast<const T*>(a.weight);
 
   parallel_for(c.num_blocks * c.num_groups, [&](int64_t item) {
     const int64_t first_row = item / c.num_groups * c.rows_per_block;
     const int64_t end_row = std::min(first_row + c.rows_per_block, a.num_rows);
     const int64_t first_tile = item % c.num_groups * c.tiles_per_group;
     const int64_t end_tile = std::min(first_tile + c.tiles_per_group, num_tiles);
-    alignas(64) float sums[kMaxRows * kTileColumns];
+    alignas(64) float sums[kPassRows * kTileColumns];
     for (int64_t tile = first_tile; tile < end_tile; tile++) {
       for (int64_t row = first_row; row < end_row;) {
         // Passes of even size: nine rows are 5 + 4, not 8 + 1.
-        const int64_t num_passes = ceil_div(end_row - row, kMaxRows);
+        const int64_t num_passes = ceil_div(end_row - row, kPassRows);
         const int num_rows = static_cast<int>(ceil_div(end_row - row, num_passes));
-        const auto multiply_rows = kMultiply<T>[num_rows - 1];
         fetch_out(a, row, num_rows, tile * width, std::min(width, a.out_features - tile * width));
-        multiply_rows(x + row * a.x_stride, a.x_stride, weight + tile * tile_elements, a.in_features, sums);
+        tiles.multiply(tile, num_rows, x + row * a.x_stride, sums);
         finish(a, sums, row, num_rows, tile);
         row += num_rows;
       }
@@ -270,7 +212,11 @@ void embed_rows(const EmbedArguments& a) {
 
 void linear(const LinearArguments& arguments) {
   if (arguments.num_rows == 0 || arguments.out_features == 0) return;
-  arguments.type == Type::bf16 ? run<bf16>(arguments) : run<float>(arguments);
+  if (arguments.coded.tiles) {
+    run<CodedTiles>(arguments);
+  } else {
+    arguments.type == Type::bf16 ? run<PlainTiles<bf16>>(arguments) : run<PlainTiles<float>>(arguments);
+  }
 }
 
 void embed(const EmbedArguments& arguments) {

@@ -10,6 +10,8 @@
 //     k = 2, 3   [w02 w03] [w12 w13]  …
 //        …                                                 what lies beyond N or K is 0
 //
+// A bfloat16 weight may also be *coded*, in three quarters of the bytes: linear_coded.h draws it.
+//
 // A gated weight's tile holds 16 columns of the gate and then the 16 matching ones of `up`, so that one tile yields 16
 // finished elements. The layout is the same at every level.
 #pragma once
@@ -35,6 +37,32 @@ enum class Finish {
   activate,  // out = activation(s + bias)
 };
 
+// What a coded weight consists of.
+struct CodedHead {
+  uint8_t table[16];
+  int32_t first_exception;
+  int32_t num_exceptions;
+  uint8_t unused[40];
+};
+static_assert(sizeof(CodedHead) == 64);
+
+struct CodedException {
+  uint32_t place;
+  uint16_t bits;
+  uint16_t unused;
+};
+static_assert(sizeof(CodedException) == 8);
+
+constexpr int64_t kCodedPairBytes = 192;
+constexpr int64_t coded_tile_bytes(int64_t depth) { return sizeof(CodedHead) + (depth + 3) / 4 * kCodedPairBytes; }
+
+struct CodedWeight {
+  const uint8_t* tiles = nullptr;  // null: the weight isn't coded
+  int64_t tile_bytes = 0;
+  const CodedException* exceptions = nullptr;
+  int64_t num_exceptions = 0;
+};
+
 struct LinearArguments {
   Type type;  // of x and the weight
   const void* x;
@@ -42,7 +70,8 @@ struct LinearArguments {
   int64_t num_rows;
   int64_t in_features;   // K
   int64_t out_features;  // columns of out: N, or half of what is multiplied for Finish::gate
-  const void* weight;    // packed
+  const void* weight;    // packed, or null where it is coded
+  CodedWeight coded;
   const float* bias;     // one per packed column, or null
   Finish finish;
   Activation activation;

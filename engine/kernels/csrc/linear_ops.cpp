@@ -79,6 +79,17 @@ at::Tensor pack_gated(const at::Tensor& gate, const at::Tensor& up) {
   return out;
 }
 
+// What a coded weight of so many tiles consists of; null tiles if it isn't one.
+CodedWeight coded_of(const at::Tensor& weight, int64_t num_tiles, int64_t depth) {
+  if (weight.scalar_type() != at::kByte) return {};
+  const int64_t tile_bytes = coded_tile_bytes(depth), rest = weight.numel() - num_tiles * tile_bytes;
+  constexpr int64_t kException = sizeof(CodedException);
+  TORCH_CHECK(weight.is_contiguous() && weight.dim() == 1 && rest >= 0 && rest % kException == 0, "a coded weight of ",
+              weight.sizes(), " doesn't take x of ", depth, " columns to ", num_tiles, " tiles");
+  const auto* tiles = weight.const_data_ptr<uint8_t>();
+  return {tiles, tile_bytes, reinterpret_cast<const CodedException*>(tiles + num_tiles * tile_bytes), rest / kException};
+}
+
 // The arguments that all products share. `out`'s columns say how many there are.
 LinearArguments arguments(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                           const at::Tensor& out, Finish finish) {
@@ -87,14 +98,18 @@ LinearArguments arguments(const at::Tensor& x, const at::Tensor& weight, const s
   TORCH_CHECK(out.size(0) == x.size(0), "x has ", x.size(0), " rows, out has ", out.size(0));
   const Type type = type_of(x, "x");
   const int64_t width = finish == Finish::gate ? kGatedColumns : kTileColumns;
-  TORCH_CHECK(weight.scalar_type() == x.scalar_type() && weight.is_contiguous() && weight.dim() >= 3,
-              "weight isn't a packed one of x's type");
-  const int64_t num_steps = ceil_div(x.size(1), pair_length(type));
-  TORCH_CHECK(weight.size(0) == ceil_div(out.size(1), width) && weight.size(1) == num_steps,
-              "a packed weight of ", weight.sizes(), " doesn't take x ", x.sizes(), " to out ", out.sizes());
+  const int64_t num_tiles = ceil_div(out.size(1), width);
+  const CodedWeight coded = type == Type::bf16 ? coded_of(weight, num_tiles, x.size(1)) : CodedWeight{};
+  if (!coded.tiles) {
+    TORCH_CHECK(weight.scalar_type() == x.scalar_type() && weight.is_contiguous() && weight.dim() >= 3,
+                "weight isn't a packed one of x's type");
+    const int64_t num_steps = ceil_div(x.size(1), pair_length(type));
+    TORCH_CHECK(weight.size(0) == num_tiles && weight.size(1) == num_steps,
+                "a packed weight of ", weight.sizes(), " doesn't take x ", x.sizes(), " to out ", out.sizes());
+  }
   const float* bias_data = nullptr;
   if (bias) {
-    check_vector(*bias, weight.size(0) * kTileColumns, "bias");
+    check_vector(*bias, num_tiles * kTileColumns, "bias");
     bias_data = bias->const_data_ptr<float>();
   }
   return {.type = type,
@@ -103,7 +118,8 @@ LinearArguments arguments(const at::Tensor& x, const at::Tensor& weight, const s
           .num_rows = x.size(0),
           .in_features = x.size(1),
           .out_features = out.size(1),
-          .weight = weight.const_data_ptr(),
+          .weight = coded.tiles ? nullptr : weight.const_data_ptr(),
+          .coded = coded,
           .bias = bias_data,
           .finish = finish,
           .activation = Activation::silu,

@@ -30,6 +30,7 @@ LinearArguments head_of(const at::Tensor& x, const at::Tensor& weight, const std
           .in_features = x.size(1),
           .out_features = logits.size(1),
           .weight = weight.const_data_ptr(),
+          .coded = {},
           .bias = bias ? bias->const_data_ptr<float>() : nullptr,
           .finish = Finish::write,
           .activation = Activation::silu,
