@@ -10,7 +10,7 @@ import pytest
 from tandem.v1 import generation_pb2, types_pb2
 
 from tests.chaos import leaks
-from tests.chaos.cells import Arena, Cell, Result, has_hit, unexcused
+from tests.chaos.cells import Arena, Cell, Result, blamed, has_hit, unexcused
 from tests.chaos.client import Answer, Failure, Record
 from tests.chaos.faults import Strike, Struck
 from tests.chaos.lag import Lag
@@ -138,3 +138,18 @@ def test_the_verdict_is_one_line() -> None:
     verdict.losses.append("a token")
     assert verdict.line().endswith("1 losses, 0 min: FAILED")
     assert "\n" not in verdict.line()
+
+
+def test_only_killed_workers_are_crashes() -> None:
+    killed, cut = Strike("kill", "worker", 1), Strike("cut", "worker", 1)
+    assert blamed(1, Cell("plain", (killed, cut))) == []
+    assert blamed(2, Cell("plain", (killed, cut))) == ["2 ends of workers were taken for crashes, 1 were"]
+    assert blamed(1, Cell("plain", (Strike("kill", "draft", 1), cut)))
+
+
+def test_what_goes_only_after_long_is_a_leak() -> None:
+    arena = Arena(SimpleNamespace(restarting_s=[]), {}, None)  # type: ignore[arg-type]
+    assert arena._slow_to_rest(5.0, 24.0) == []
+    assert arena._slow_to_rest(5.0, 26.0) == ["it took 21.0 s until nothing was left"]
+    arena.lag.note(10.0, 2.0)
+    assert arena._slow_to_rest(5.0, 26.0) == []
