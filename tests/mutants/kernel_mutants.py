@@ -8,6 +8,7 @@ CSRC = "engine/kernels/csrc"
 ATTENTION = ("tests/engine/kernels/test_cpp_attention.py",)
 LINEAR = ("tests/engine/kernels/test_cpp_linear.py",)
 CODED = ("tests/engine/kernels/test_cpp_coded.py",)
+SCREEN = ("tests/engine/kernels/test_cpp_screen.py",)
 ROTARY = ("tests/engine/kernels/test_cpp_rotary.py",)
 
 KERNELS: tuple[Mutant, ...] = (
@@ -87,6 +88,34 @@ KERNELS: tuple[Mutant, ...] = (
         "return counts[a] > counts[b];",
         "return counts[a] < counts[b];",
         CODED,
+    ),
+    Mutant(
+        "screen-forgets-what-coding-lost",
+        f"{CSRC}/screen.cpp",
+        "fma(fill(r.along), error, fma(fill(r.apart), norm, fill(r.least)))",
+        "fma(fill(r.apart), norm, fill(r.least))",
+        SCREEN,
+    ),
+    Mutant(
+        "screen-stops-at-the-first-tile",
+        f"{CSRC}/screen.cpp",
+        "for (; !candidates.empty() && candidates.front().high >= peak.value; candidates.pop_back()) {",
+        "for (; !candidates.empty() && peak.id < 0; candidates.pop_back()) {",
+        SCREEN,
+    ),
+    Mutant(
+        "screen-believes-a-row-that-gave-up",
+        f"{CSRC}/screen.cpp",
+        "      if (!bounds[tile].usable) return false;\n",
+        "",
+        SCREEN,
+    ),
+    Mutant(
+        "screen-takes-the-likeliest-for-the-noisiest",
+        f"{CSRC}/screen.cpp",
+        "    a_.choices.token_ids[row] = best.id;\n",
+        "    a_.choices.token_ids[row] = peak.id;\n",
+        SCREEN,
     ),
     Mutant(
         "kernel-rotates-the-wrong-way",

@@ -150,9 +150,9 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "stale-tail-used",
-        "worker/tails.py",
-        "if offset < 0 or tokens[tail.base :] != tail.token_ids[:offset]:",
-        "if offset < 0:",
+        "worker/followed.py",
+        "return offset < len(tail.token_ids) and tokens[tail.base :] == tail.token_ids[:offset]",
+        "return offset < len(tail.token_ids)",
         WORKER,
     ),
     Mutant(
@@ -268,6 +268,20 @@ MUTANTS: tuple[Mutant, ...] = (
         ("tests/engine/kernels/test_ops_rows.py::test_a_rows_bits_are_its_own[torch-activation-f32-silu]",),
     ),
     Mutant(
+        "altered-weights-unnoticed",
+        "engine/packed_weights.py",
+        'found.st_mtime_ns != index["written_ns"] and _digest(path)',
+        'found.st_mtime_ns == index["written_ns"] and _digest(path)',
+        ("tests/engine/test_packed_weights.py",),
+    ),
+    Mutant(
+        "changed-logits-stay-changed",
+        "engine/processors.py",
+        "            self._put(*self._before.pop())\n",
+        "            self._before.pop()\n",
+        ("tests/engine/test_processors.py",),
+    ),
+    Mutant(
         "step-plans-share-their-memory",
         "engine/step_plan.py",
         "cycle((_Buffers(device), _Buffers(device)))",
@@ -312,8 +326,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "standby-welcomes",
         "scheduler/servicer.py",
-        "            self._leadership.require()\n        except errors.Unavailable as error:",
-        "            pass\n        except errors.Unavailable as error:",
+        "            self._leadership.require()\n        except errors.TandemError as error:",
+        "            pass\n        except errors.TandemError as error:",
         ("tests/scheduler/test_leadership.py",),
     ),
     Mutant(

@@ -112,44 +112,49 @@ inline void decode_to(bf16* to, const uint8_t* pair, Bytes table) {
   }
 }
 
-template <int kRows>
-using Sums = Lanes[kRows][2];
+// Sums of some rows and of the two vectors of columns of each of some parts.
+template <int kRows, int kTogether>
+using Sums = Lanes[kRows][2 * kTogether];
 
-// Adds the products of one step, of which a row of x has the pair at `value`. Always inlined, as what follows: sums whose
-// address is handed on would be in memory.
-template <int kRows>
-[[gnu::always_inline]] inline void add_step(Sums<kRows>& sums, const Pairs* weights, const bf16* value, int64_t stride) {
+// Adds the products of one step of a part, of which a row of x has the pair at `value`. Always inlined, as what follows:
+// sums whose address is handed on would be in memory.
+template <int kRows, int kTogether>
+[[gnu::always_inline]] inline void add_step(Sums<kRows, kTogether>& sums, int part, const Pairs* weights,
+                                            const bf16* value, int64_t stride) {
 #pragma GCC unroll 8
   for (int row = 0; row < kRows; row++) {
     const Pairs x = fill_pair(value + row * stride);
-    sums[row][0] = add_pair_products(sums[row][0], weights[0], x);
-    sums[row][1] = add_pair_products(sums[row][1], weights[1], x);
+    sums[row][2 * part] = add_pair_products(sums[row][2 * part], weights[0], x);
+    sums[row][2 * part + 1] = add_pair_products(sums[row][2 * part + 1], weights[1], x);
   }
 }
 
 // The pair at depth k from a decoded copy: one with exceptions, or one that goes beyond the depth.
-template <int kRows>
-[[gnu::always_inline]] inline void add_copied(Sums<kRows>& sums, const bf16* copy, int part, const bf16* x, int64_t stride, int64_t k,
-                int64_t depth) {
+template <int kRows, int kTogether>
+[[gnu::always_inline]] inline void add_copied(Sums<kRows, kTogether>& sums, int part, const bf16* copy, const bf16* x,
+                                              int64_t stride, int64_t k, int64_t depth) {
   for (int step = 0; step < 2 && k < depth; step++, k += 2) {
-    const bf16* from = copy + step * kStepElements<bf16> + part * 2 * kLanes;
+    const bf16* from = copy + step * kStepElements<bf16>;
     const Pairs weights[2] = {load_pairs(from), load_pairs(from + kTileColumns)};
     if (k + 1 < depth) {
-      add_step<kRows>(sums, weights, x + k, stride);
+      add_step<kRows, kTogether>(sums, part, weights, x + k, stride);
       continue;
     }
     bf16 last[kRows][2];  // the last pair's second half belongs to the next row, or to nobody
     for (int row = 0; row < kRows; row++) last[row][0] = x[row * stride + k], last[row][1] = bf16{};
-    add_step<kRows>(sums, weights, &last[0][0], 2);
+    add_step<kRows, kTogether>(sums, part, weights, &last[0][0], 2);
   }
 }
 
-// The sums of a part's columns.
-template <int kRows>
-void multiply_part(const bf16* x, int64_t stride, const CodedTile& tile, int64_t depth, int part, float* out) {
-  Sums<kRows> sums;
+// The sums of the columns of kTogether parts from `first` on.
+template <int kRows, int kTogether>
+void multiply_parts(const bf16* x, int64_t stride, const CodedTile& tile, int64_t depth, int first, float* out) {
+  Sums<kRows, kTogether> sums;
 #pragma GCC unroll 8
-  for (int row = 0; row < kRows; row++) sums[row][0] = sums[row][1] = zero();
+  for (int row = 0; row < kRows; row++) {
+#pragma GCC unroll 4
+    for (int v = 0; v < 2 * kTogether; v++) sums[row][v] = zero();
+  }
   const Bytes table = load_table(tile.table());
   const int64_t num_whole = depth / 4, num_pairs = (depth + 3) / 4;
   const CodedException* exception = tile.begin();
@@ -158,9 +163,12 @@ void multiply_part(const bf16* x, int64_t stride, const CodedTile& tile, int64_t
     const int64_t next = exception != tile.end() ? exception->place / kPairElements : num_pairs;
     const int64_t plain_end = std::min(num_whole, next);
     for (; pair < plain_end; pair++) {
-      const Decoded decoded = decode(tile.pair(pair), part, table);
-      add_step<kRows>(sums, decoded.steps[0], x + 4 * pair, stride);
-      add_step<kRows>(sums, decoded.steps[1], x + 4 * pair + 2, stride);
+#pragma GCC unroll 2
+      for (int part = 0; part < kTogether; part++) {
+        const Decoded decoded = decode(tile.pair(pair), first + part, table);
+        add_step<kRows, kTogether>(sums, part, decoded.steps[0], x + 4 * pair, stride);
+        add_step<kRows, kTogether>(sums, part, decoded.steps[1], x + 4 * pair + 2, stride);
+      }
     }
     if (pair == num_pairs) break;
     alignas(64) bf16 copy[kPairElements];
@@ -168,19 +176,30 @@ void multiply_part(const bf16* x, int64_t stride, const CodedTile& tile, int64_t
     for (; exception != tile.end() && exception->place / kPairElements <= pair; exception++) {
       if (exception->place / kPairElements == pair) copy[exception->place % kPairElements].bits = exception->bits;
     }
-    add_copied<kRows>(sums, copy, part, x, stride, 4 * pair, depth);
+#pragma GCC unroll 2
+    for (int part = 0; part < kTogether; part++) {
+      const bf16* columns = copy + (first + part) * 2 * kLanes;
+      add_copied<kRows, kTogether>(sums, part, columns, x, stride, 4 * pair, depth);
+    }
   }
 #pragma GCC unroll 8
   for (int row = 0; row < kRows; row++) {
-    store(out + row * kTileColumns + part * kLanes, sums[row][0]);
-    store(out + row * kTileColumns + (part + kParts) * kLanes, sums[row][1]);
+#pragma GCC unroll 2
+    for (int part = 0; part < kTogether; part++) {
+      store(out + row * kTileColumns + (first + part) * kLanes, sums[row][2 * part]);
+      store(out + row * kTileColumns + (first + part + kParts) * kLanes, sums[row][2 * part + 1]);
+    }
   }
 }
 
 // sums [kRows][32] of kRows rows and one tile
 template <int kRows>
 void multiply_coded(const bf16* x, int64_t stride, const CodedTile& tile, int64_t depth, float* sums) {
-  for (int part = 0; part < kParts; part++) multiply_part<kRows>(x, stride, tile, depth, part, sums);
+  // A single row's few sums would wait for each other.
+  constexpr int kTogether = kRows == 1 ? kParts : 1;
+  for (int part = 0; part < kParts; part += kTogether) {
+    multiply_parts<kRows, kTogether>(x, stride, tile, depth, part, sums);
+  }
 }
 
 using MultiplyCoded = void (*)(const bf16*, int64_t, const CodedTile&, int64_t, float*);
