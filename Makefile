@@ -11,6 +11,8 @@ DRAFT ?= auto
 PORT ?= 50051
 DTYPE ?=
 ARGS ?=
+# How many processes run the tests; 0: this one alone, as debuggers want it.
+JOBS ?= 2
 # How long `make soak` goes on.
 MINUTES ?= 60
 
@@ -40,8 +42,8 @@ serve: setup ## start a cluster on this machine, show a completion, serve until 
 	@.venv/bin/tandem up --demo --model '$(MODEL)' --workers '$(WORKERS)' --draft '$(DRAFT)' --port '$(PORT)' \
 	  $(if $(DTYPE),--dtype '$(DTYPE)') $(ARGS)
 
-test: setup ## run every test; ARGS goes to pytest
-	@.venv/bin/python -m pytest $(ARGS)
+test: setup ## run every test; ARGS goes to pytest, JOBS=0 for one process
+	@.venv/bin/python -m pytest -n '$(JOBS)' --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: setup ## lint, format, types, protos
 	.venv/bin/ruff check .

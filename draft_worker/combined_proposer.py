@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from draft_worker.mirrors import Mirror, Source
+from cluster.draft_news import Source
+from draft_worker.mirror import Mirror
 from draft_worker.ngram_proposer import NgramProposer, Run
 from draft_worker.proposer import Proposer
 from draft_worker.trust import Trust

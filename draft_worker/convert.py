@@ -5,15 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from tandem.v1 import draft_pb2, scheduler_pb2, types_pb2
+from tandem.v1 import draft_pb2, scheduler_pb2
 
-from draft_worker.news import Close, Commit, News, Open, Source, Tail
-
-_SOURCES = {
-    types_pb2.SPECULATION_MODE_NGRAM: Source.NGRAM,
-    types_pb2.SPECULATION_MODE_MODEL: Source.MODEL,
-    types_pb2.SPECULATION_MODE_COMBINED: Source.COMBINED,
-}
+from cluster.draft_news import Close, Commit, News, Open, Source, Tail
 
 
 def news_from_proto(message: draft_pb2.DraftRequest) -> News:
@@ -29,7 +23,7 @@ def news_from_proto(message: draft_pb2.DraftRequest) -> News:
                 seed=opening.seed,
                 temperature=_temperature(opening.temperature),
                 max_draft_tokens=opening.max_draft_tokens,
-                source=_SOURCES.get(opening.mode, Source.ANY),
+                source=Source(opening.mode),
                 tenant=opening.tenant,
             )
             for opening in message.opens

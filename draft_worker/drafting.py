@@ -15,12 +15,12 @@ import logging
 import threading
 from collections.abc import Callable
 
+from cluster.draft_news import News, Tail
 from cluster.logs import event
 from draft_worker.branching import best_forks
 from draft_worker.inbox import Delivery, Inbox
 from draft_worker.mirror import Mirror
 from draft_worker.mirrors import MirrorTable
-from draft_worker.news import News, Tail
 from draft_worker.proposer import Proposer
 
 logger = logging.getLogger(__name__)

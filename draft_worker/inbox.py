@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 
-from draft_worker.news import Close, Commit, News, Open
+from cluster.draft_news import Close, Commit, News, Open
 
 MAX_SLOTS = 4096
 

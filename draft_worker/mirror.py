@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from draft_worker.news import Source, Tail
+from cluster.draft_news import Source, Tail
 from engine.prefix_hash import extend
 
 LOOKAHEAD = 2

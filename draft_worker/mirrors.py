@@ -13,12 +13,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
+from cluster.draft_news import News, Open, Source
 from draft_worker.branching import Odds
-from draft_worker.mirror import ALWAYS, LOOKAHEAD, Mirror, Worth
-from draft_worker.news import Close, Commit, News, Open, Source, Tail
+from draft_worker.mirror import ALWAYS, Mirror, Worth
 from engine.prefix_hash import prefix_hash
-
-__all__ = ["LOOKAHEAD", "Close", "Commit", "Mirror", "MirrorTable", "News", "Open", "Source", "Tail"]
 
 RUN_AHEAD_ROWS = 16
 

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from cluster.draft_news import Source
 from draft_worker.mirror import Mirror, RunnerUp
-from draft_worker.news import Source
 from engine.batch import Batch, Engine, pad_tables
 from engine.noise import gumbel
 from engine.sampler import SampleRow, sample

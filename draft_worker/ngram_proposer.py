@@ -10,7 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from draft_worker.mirrors import Mirror, Source
+from cluster.draft_news import Source
+from draft_worker.mirror import Mirror
 from draft_worker.output_memory import OutputMemory
 from draft_worker.suffix_index import MAX_MATCH, SuffixIndex
 from engine.prefix_hash import prefix_hash

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from draft_worker.mirrors import Mirror, Source
+from cluster.draft_news import Source
+from draft_worker.mirror import Mirror
 
 
 class Proposer(Protocol):

@@ -10,11 +10,11 @@ from collections.abc import AsyncIterator
 import grpc
 from tandem.v1 import draft_pb2, draft_pb2_grpc
 
+from cluster.draft_news import Tail
 from cluster.errors import InvalidField, NotFound, abort
 from cluster.logs import event
 from draft_worker.convert import news_from_proto, tails_to_proto
 from draft_worker.inbox import Inbox
-from draft_worker.news import Tail
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from worker.inspection import look
 from worker.loading import load_engine
 from worker.profile import StepTimes, measure_step_times, seconds_per_token
 from worker.sequences import SequenceTable, limits_of
-from worker.stepping import StepThread
+from worker.stepping import CLOSE_TIMEOUT_S, StepThread
 from worker.steps import StepOutcome
 
 logger = logging.getLogger("worker")
@@ -59,7 +59,8 @@ async def serve(config: WorkerConfig) -> int:
         for part in parts:
             part.cancel()
         results = await asyncio.gather(*parts, return_exceptions=True)
-        await worker.steps.close()
+        # A step that hangs won't end while one waits for it either.
+        await worker.steps.close(0.0 if worker.steps.hung(GIVE_UP_TIMES) else CLOSE_TIMEOUT_S)
     crashes = [error for error in results if isinstance(error, Exception)]
     for error in crashes:
         logs.event(logger, "a part of the worker crashed", level=logging.ERROR, error=error)

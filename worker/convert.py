@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from google.rpc import status_pb2
 from tandem.v1 import draft_pb2, scheduler_pb2, types_pb2
 
+from cluster.draft_news import News, Source, Tail
 from cluster.errors import Internal, InvalidField, to_status
-from worker.draft_news import Outgoing, Tail
 from worker.sequences import Limits
 from worker.steps import (
     NOTHING_LEFT,
@@ -118,10 +118,10 @@ def draft_hello_to_proto(worker_id: str, model: str, vocab_size: int) -> draft_p
     return draft_pb2.DraftRequest(hello=draft_pb2.DraftHello(worker_id=worker_id, model=model, vocab_size=vocab_size))
 
 
-def outgoing_to_proto(outgoing: Outgoing) -> draft_pb2.DraftRequest:
+def news_to_proto(news: News) -> draft_pb2.DraftRequest:
     """What became known of the speculated sequences."""
     return draft_pb2.DraftRequest(
-        closes=[draft_pb2.DraftClose(slot=close.slot, generation=close.generation) for close in outgoing.closes],
+        closes=[draft_pb2.DraftClose(slot=close.slot, generation=close.generation) for close in news.closes],
         opens=[
             draft_pb2.DraftOpen(
                 slot=opening.slot,
@@ -131,10 +131,10 @@ def outgoing_to_proto(outgoing: Outgoing) -> draft_pb2.DraftRequest:
                 seed=opening.seed,
                 temperature=opening.temperature,
                 max_draft_tokens=opening.max_draft_tokens,
-                mode=opening.mode,  # type: ignore[arg-type]  # the wire's own number
+                mode=opening.source.value,  # type: ignore[arg-type]
                 tenant=opening.tenant,
             )
-            for opening in outgoing.opens
+            for opening in news.opens
         ],
         commits=[
             draft_pb2.DraftCommit(
@@ -144,7 +144,7 @@ def outgoing_to_proto(outgoing: Outgoing) -> draft_pb2.DraftRequest:
                 token_ids=commit.token_ids,
                 prefix_hash=commit.prefix_hash,
             )
-            for commit in outgoing.commits
+            for commit in news.commits
         ],
     )
 
@@ -173,7 +173,7 @@ def _admission(message: scheduler_pb2.Admission) -> Admission:
         block_ids=list(message.block_ids),
         num_computed_tokens=message.num_computed_tokens,
         cache_salt=message.cache_salt,
-        speculation_mode=message.speculation_mode,
+        draft_source=Source(message.speculation_mode),
         invalid=invalid,
     )
 

@@ -28,9 +28,10 @@ from cluster.channel import (
     end_all,
     end_if_cancelled,
     until_one_ends,
+    why_ended,
 )
 from cluster.logs import event
-from worker.convert import draft_hello_to_proto, outgoing_to_proto, tails_from_proto
+from worker.convert import draft_hello_to_proto, news_to_proto, tails_from_proto
 from worker.sequences import Sequence
 from worker.tails import TailTable
 
@@ -105,7 +106,7 @@ class DraftLink:
                 await self._converse()
             except (*STREAM_ERRORS, LinkBroken) as error:
                 if self.drafting or attempt == 0:
-                    event(logger, "no drafts", level=logging.WARNING, draft_worker=self.address, why=_reason(error))
+                    event(logger, "no drafts", level=logging.WARNING, draft_worker=self.address, why=why_ended(error))
             finally:
                 self._set_linked(False)
             end_if_cancelled()
@@ -151,12 +152,12 @@ class DraftLink:
         while True:
             await self._noted.wait()
             self._noted.clear()
-            outgoing = self.tails.drain()
-            if not outgoing:
+            news = self.tails.drain()
+            if not news:
                 continue
-            if self._awaiting_since_s is None and (outgoing.opens or outgoing.commits):
+            if self._awaiting_since_s is None and (news.opens or news.commits):
                 self._awaiting_since_s = time.monotonic()
-            await call.write(outgoing_to_proto(outgoing))
+            await call.write(news_to_proto(news))
 
     async def _watch(self) -> None:
         while True:
@@ -173,9 +174,3 @@ class DraftLink:
         if linked != self.drafting:
             self.drafting = linked
             self._on_change()
-
-
-def _reason(error: BaseException) -> str:
-    if isinstance(error, grpc.aio.AioRpcError):
-        return error.details() or error.code().name
-    return str(error) or type(error).__name__

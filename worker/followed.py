@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from cluster.draft_news import Open, Tail
 from engine.prefix_hash import extend
-from worker.draft_news import Open, Tail
 
 HASHES_KEPT = 128
 MAX_TAILS = 8

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from cluster.draft_news import Source
 from engine.batch import EngineInfo
 from engine.token_counts import TokenCounts
 from worker.steps import Admission, Finish, Resident, SamplingParams
@@ -54,8 +55,7 @@ class Sequence:
     params: SamplingParams
     choice_seed: int
     cache_salt: str
-    speculation_mode: int = 0
-    """who drafts for it; see Admission"""
+    draft_source: Source = Source.ANY
     num_blocks: int = 0
     finish: Finish = Finish.NOT
     failed: bool = False
@@ -157,7 +157,7 @@ class SequenceTable:
             params=admission.params,
             choice_seed=self.choice_seed(admission.seed, admission.choice),
             cache_salt=admission.cache_salt,
-            speculation_mode=admission.speculation_mode,
+            draft_source=admission.draft_source,
         )
         sequence.longest = min(sequence.longest, self.limits.max_model_len)
         self._held[admission.slot] = sequence

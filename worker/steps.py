@@ -10,6 +10,7 @@ import enum
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+from cluster.draft_news import Source
 from engine.logprobs import PositionLogprobs, TokenLogprob
 from engine.sampling_params import SamplingParams
 
@@ -52,8 +53,7 @@ class Admission:
     num_computed_tokens: int
     """tokens whose KV the blocks hold already"""
     cache_salt: str = ""
-    speculation_mode: int = 0
-    """who drafts for it; carried to the draft worker untouched"""
+    draft_source: Source = Source.ANY
     invalid: str = ""
     """what is wrong with it, when it could not even be read; then it fails at its first row"""
 

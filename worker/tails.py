@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterable
 from hashlib import blake2b
 from math import inf
 
+from cluster.draft_news import Close, Commit, News, Open, Tail
 from engine.prefix_hash import prefix_hash
-from worker.draft_news import Close, Commit, Open, Outgoing, Tail
 from worker.followed import SILENT_COMMITS, Followed
 from worker.sequences import Sequence
 
@@ -129,7 +129,7 @@ class TailTable:
             self._reset()
             self._linked = False
 
-    def drain(self) -> Outgoing:
+    def drain(self) -> News:
         """Everything to send since the last drain."""
         with self._lock:
             closes, self._closes = list(self._closes.values()), {}
@@ -148,7 +148,7 @@ class TailTable:
                     followed.pending = []
             self._dirty.clear()
             self._num_opening = 0
-            return Outgoing(closes, opens, commits)
+            return News(closes, opens, commits)
 
     def receive(self, tails: Iterable[Tail]) -> int:
         """Keep what fits; return how many did."""
@@ -194,7 +194,7 @@ class TailTable:
                 sequence.choice_seed,
                 sequence.params.temperature,
                 max_draft_tokens,
-                sequence.speculation_mode,
+                sequence.draft_source,
                 _tenant(sequence.cache_salt),
             ),
             heard=len(tokens),

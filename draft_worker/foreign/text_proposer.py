@@ -20,9 +20,10 @@ import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from cluster.draft_news import Source
 from draft_worker.foreign.retelling import Retelling, SpecialTokens
 from draft_worker.foreign.token_text import Token, TokenTexts
-from draft_worker.mirrors import Mirror, Source
+from draft_worker.mirror import Mirror
 from draft_worker.proposer import Proposer
 
 MAX_INNER_GUESS = 96

@@ -9,13 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.draft_news import Commit, News, Open
 from draft_worker.branching import MIN_WORTH, Odds, best_forks
 from draft_worker.drafting import Drafter
 from draft_worker.inbox import Delivery
 from draft_worker.mirror import Mirror, RunnerUp
 from draft_worker.mirrors import MirrorTable
 from draft_worker.model_proposer import ModelProposer
-from draft_worker.news import Commit, News, Open
 from engine.fake import FakeEngine
 from engine.prefix_hash import prefix_hash
 from tests.draft_worker.mirroring import feed

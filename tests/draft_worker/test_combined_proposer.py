@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from cluster.draft_news import Source
 from draft_worker.combined_proposer import CombinedProposer
-from draft_worker.mirrors import Mirror, Source
+from draft_worker.mirror import Mirror
 from draft_worker.ngram_proposer import NgramProposer
 from draft_worker.output_memory import OutputMemory
 from tests.draft_worker.mirroring import feed, mirror

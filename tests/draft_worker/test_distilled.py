@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from draft_worker.combined_proposer import CombinedProposer
 from draft_worker.config import DraftWorkerConfig
 from draft_worker.loading import load_proposer
-from draft_worker.mirrors import Mirror
+from draft_worker.mirror import Mirror
 from engine import noise
 from engine.errors import ModelError
 from tests.distill.conftest import write_target

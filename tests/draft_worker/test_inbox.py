@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 
+from cluster.draft_news import Close, Commit, News, Open
 from draft_worker.inbox import Inbox
-from draft_worker.mirrors import Close, Commit, News, Open
 
 
 def opening(slot: int, generation: int) -> Open:

@@ -12,7 +12,7 @@ import pytest
 
 from draft_worker.config import DraftWorkerConfig
 from draft_worker.loading import load_proposer
-from draft_worker.mirrors import Mirror
+from draft_worker.mirror import Mirror
 from draft_worker.ngram_proposer import NgramProposer
 from engine.errors import ModelError, VocabularyMismatch
 

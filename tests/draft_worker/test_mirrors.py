@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.draft_news import Close, Commit, News, Open, Source
 from draft_worker.branching import COPIED_RIGHT
-from draft_worker.mirror import RunnerUp, Worth
-from draft_worker.mirrors import LOOKAHEAD, Close, Commit, Mirror, MirrorTable, News, Open, Source
+from draft_worker.mirror import LOOKAHEAD, Mirror, RunnerUp, Worth
+from draft_worker.mirrors import MirrorTable
 from engine.prefix_hash import prefix_hash
 
 PROMPT = [5, 6, 7]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from draft_worker.mirrors import Mirror
+from draft_worker.mirror import Mirror
 from draft_worker.model_proposer import ModelProposer
 from engine.batch import Batch
 from engine.fake import FakeEngine

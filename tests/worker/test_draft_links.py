@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
+from cluster.draft_news import Tail
 from draft_worker.drafting import Drafter, DraftThread
 from draft_worker.mirrors import MirrorTable
 from draft_worker.model_proposer import ModelProposer
-from draft_worker.news import Tail
 from draft_worker.servicer import DraftServicer
 from engine.fake import FakeEngine
 from tests.worker.test_drafting import PROMPT, ScriptedDrafts, followed, start, until

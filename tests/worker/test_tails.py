@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 from tandem.v1 import types_pb2
 
+from cluster.draft_news import Close, Commit, Source, Tail
 from draft_worker.convert import news_from_proto
-from draft_worker.mirrors import Source
 from engine.prefix_hash import prefix_hash
-from worker.convert import outgoing_to_proto
-from worker.draft_news import Close, Commit, Tail
+from worker.convert import news_to_proto
 from worker.followed import MAX_TAILS
 from worker.sequences import Sequence
 from worker.steps import SamplingParams
@@ -56,9 +55,9 @@ def opened(table: TailTable) -> Sequence:
 def test_who_is_to_guess_reaches_the_draft_worker(table: TailTable) -> None:
     for slot, mode in enumerate(types_pb2.SpeculationMode.values()):
         admitted = sequence(slot)
-        admitted.speculation_mode = mode
+        admitted.draft_source = Source(mode)
         table.follow(admitted, 4)
-    message = outgoing_to_proto(table.drain())
+    message = news_to_proto(table.drain())
     assert [opening.source for opening in news_from_proto(message).opens] == [
         Source.ANY,  # unspecified
         Source.ANY,  # off: never opened, as its budget is 0
@@ -74,7 +73,7 @@ def test_a_salt_names_a_tenant_and_goes_nowhere_itself(table: TailTable) -> None
         admitted = sequence(slot)
         admitted.cache_salt = salt
         table.follow(admitted, 4)
-    message = outgoing_to_proto(table.drain())
+    message = news_to_proto(table.drain())
     nameless, first, same, other = (opening.tenant for opening in news_from_proto(message).opens)
     assert nameless == b""
     assert first == same != other != b""

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from draft_worker.mirrors import Mirror
+from draft_worker.mirror import Mirror
 from draft_worker.model_proposer import ModelProposer
 from engine.prefix_hash import prefix_hash
 from engine.runner import ModelRunner

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from cluster.draft_news import Source
 from draft_worker.foreign.text_proposer import MAX_INNER_GUESS, MAX_UNTOLD, TextProposer
 from draft_worker.foreign.token_text import TokenTexts
-from draft_worker.mirrors import Mirror, Source
+from draft_worker.mirror import Mirror
 from tests.draft_worker.foreign.vocabularies import CORPUS, gpt, llama
 from tests.draft_worker.mirroring import feed, mirror
 

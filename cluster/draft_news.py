@@ -1,19 +1,28 @@
-"""What workers and the draft worker tell each other, in the draft worker's own words."""
+"""What workers and draft workers tell each other, as both know it on this side of their converts. Pure.
+
+A worker sends `News` of the sequences that it wants drafts for, a draft worker sends `Tail`s, its guesses how they go
+on. Slots are the worker's; a slot opened anew has a higher generation, and what belongs to a lower one is stale.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import IntEnum
 
 
-class Source(Enum):
-    """Who is to guess, where a request says so."""
+class Source(IntEnum):
+    """Who is to guess, where a request says so; numbered as in tandem.v1.SpeculationMode."""
 
-    ANY = "any"
+    ANY = 0
     """whoever the draft worker was started with"""
-    NGRAM = "ngram"
-    MODEL = "model"
-    COMBINED = "combined"
+    NGRAM = 3
+    MODEL = 4
+    COMBINED = 5
+
+    @classmethod
+    def _missing_(cls, value: object) -> Source:
+        """The other modes say whether to draft, not who does."""
+        return cls.ANY
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +42,7 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Tokens that the target emitted after `base` others."""
+    """Tokens that became known after `base` others; prefix_hash is of all of them."""
 
     slot: int
     generation: int
@@ -52,16 +61,19 @@ class Close:
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What a worker sent, in this order."""
+    """What a worker sends, in this order."""
 
     closes: list[Close] = field(default_factory=list)
     opens: list[Open] = field(default_factory=list)
     commits: list[Commit] = field(default_factory=list)
 
+    def __bool__(self) -> bool:
+        return bool(self.closes or self.opens or self.commits)
+
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """A guess, as it is sent."""
+    """A guess at what follows the first `base` tokens, whose hash is prefix_hash."""
 
     slot: int
     generation: int
