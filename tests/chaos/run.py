@@ -21,10 +21,12 @@ from pathlib import Path
 
 from cli.model_source import DEFAULT_NAME
 from engine.model_cache import cache_folder
-from tests.chaos import cells, leaks
-from tests.chaos.cells import Arena, Cell, Result, every_cell, pairwise_cells
+from tests.chaos import leaks
+from tests.chaos.arena import Arena, open_arena
+from tests.chaos.cells import Cell, every_cell, pairwise_cells
 from tests.chaos.cluster import Options, running
 from tests.chaos.faults import FAULTS, TARGETS, Strike
+from tests.chaos.judgement import Result
 from tests.chaos.loads import LOADS, Ask, Load
 from tests.chaos.record import Verdict
 
@@ -101,7 +103,7 @@ async def run_all(chosen: Iterable[Cell], verdict: Verdict, options: Options, ti
 @contextlib.asynccontextmanager
 async def _arena(options: Options) -> AsyncIterator[Arena]:
     with tempfile.TemporaryDirectory(prefix="tandem-chaos-") as folder:
-        async with running(Path(folder), options) as cluster, cells.arena(cluster, options) as opened:
+        async with running(Path(folder), options) as cluster, open_arena(cluster, options) as opened:
             opened.loads["recovery"] = recovery_load()
             yield opened
 

@@ -11,8 +11,8 @@ from itertools import product
 import pytest
 import pytest_asyncio
 
-from tests.chaos import cells
-from tests.chaos.cells import Arena, Cell, cut_off_from_redis, every_cell, pairwise_cells
+from tests.chaos.arena import Arena, open_arena
+from tests.chaos.cells import Cell, cut_off_from_redis, every_cell, pairwise_cells
 from tests.chaos.cluster import Options, running
 from tests.chaos.faults import FAULTS, TARGETS
 from tests.chaos.loads import LOADS
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def arena(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Arena]:
     options = Options()
-    async with running(tmp_path_factory.mktemp("chaos"), options) as cluster, cells.arena(cluster, options) as opened:
+    async with running(tmp_path_factory.mktemp("chaos"), options) as cluster, open_arena(cluster, options) as opened:
         yield opened
 
 

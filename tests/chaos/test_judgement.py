@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tandem.v1 import generation_pb2, types_pb2
 
 from tests.chaos import leaks
-from tests.chaos.cells import Arena, Cell, Result, blamed, has_hit, unexcused
+from tests.chaos.cells import Cell
 from tests.chaos.client import Answer, Failure, Record
 from tests.chaos.faults import Strike, Struck
+from tests.chaos.judgement import Result, blamed, has_hit, judge, slow_to_rest, unexcused
 from tests.chaos.lag import Lag
 from tests.chaos.leaks import Rest
 from tests.chaos.loads import Ask
@@ -45,10 +45,9 @@ def struck(fault: str, target: str, name: str, at: float = 5.0) -> Struck:
     return Struck(Strike(fault, target, 1), name, at, settled_s=100.0)
 
 
-def judge(records: list[Record], strikes: list[Struck], wanted: Answer) -> list[str]:
-    arena = Arena(SimpleNamespace(restarting_s=[]), {}, None)  # type: ignore[arg-type]
+def losses(records: list[Record], strikes: list[Struck], wanted: Answer) -> list[str]:
     result = Result(Cell("plain", ()), strikes, records)
-    arena.judge(result, {ASK: wanted})
+    judge(result, {ASK: wanted}, Lag(), ())
     return result.losses
 
 
@@ -71,19 +70,19 @@ def test_nothing_comes_after_an_end_but_its_repetition_at_another_gateway() -> N
 
 
 def test_an_equal_answer_is_no_loss_and_another_is() -> None:
-    assert judge([record(answered(5, 6), 0.0, 1.0)], [], answered(5, 6)) == []
-    assert "another answer" in judge([record(answered(5, 7), 0.0, 1.0)], [], answered(5, 6))[0]
+    assert losses([record(answered(5, 6), 0.0, 1.0)], [], answered(5, 6)) == []
+    assert "another answer" in losses([record(answered(5, 7), 0.0, 1.0)], [], answered(5, 6))[0]
 
 
 def test_inexact_usage_is_a_loss() -> None:
     answer = answered(5, 6)
     answer.usage.completion_tokens = 3
-    assert "usage (3, 3)" in judge([record(answer, 0.0, 1.0)], [], answered(5, 6))[0]
+    assert "usage (3, 3)" in losses([record(answer, 0.0, 1.0)], [], answered(5, 6))[0]
 
 
 def test_a_long_pause_is_a_loss_unless_the_machine_stood_still() -> None:
     paused = record(answered(5, 6), 0.0, 1.0, 13.0, 13.5)
-    assert judge([paused], [], answered(5, 6)) == ["nothing came for 12.0 s"]
+    assert losses([paused], [], answered(5, 6)) == ["nothing came for 12.0 s"]
     late = Lag()
     late.note(6.0, 2.5)
     assert late.between(1.0, 13.0) == 2.5
@@ -96,7 +95,7 @@ def test_a_fault_that_hit_nobody_is_a_loss() -> None:
     assert not has_hit(kill, [record(untouched, 0.0, 9.0)])
     assert not has_hit(kill, [record(resumed, 6.0, 9.0)]), "it began later"
     assert has_hit(kill, [record(resumed, 0.0, 9.0)])
-    assert "hit nobody" in judge([record(untouched, 0.0, 9.0)], [kill], untouched)[0]
+    assert "hit nobody" in losses([record(untouched, 0.0, 9.0)], [kill], untouched)[0]
 
 
 @pytest.mark.parametrize(
@@ -148,8 +147,8 @@ def test_only_killed_workers_are_crashes() -> None:
 
 
 def test_what_goes_only_after_long_is_a_leak() -> None:
-    arena = Arena(SimpleNamespace(restarting_s=[]), {}, None)  # type: ignore[arg-type]
-    assert arena._slow_to_rest(5.0, 24.0) == []
-    assert arena._slow_to_rest(5.0, 26.0) == ["it took 21.0 s until nothing was left"]
-    arena.lag.note(10.0, 2.0)
-    assert arena._slow_to_rest(5.0, 26.0) == []
+    lag = Lag()
+    assert slow_to_rest(5.0, 24.0, lag) == []
+    assert slow_to_rest(5.0, 26.0, lag) == ["it took 21.0 s until nothing was left"]
+    lag.note(10.0, 2.0)
+    assert slow_to_rest(5.0, 26.0, lag) == []
