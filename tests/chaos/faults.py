@@ -62,11 +62,14 @@ async def name_of(cluster: Cluster, target: str, index: int = 0) -> str:
 
 
 async def look_before(cluster: Cluster, name: str) -> dict[str, Any]:
-    """What `noticed` compares with."""
-    leader, status = await cluster.leader()
+    """What `noticed` compares with. Waits for a leader that answers: a change is only one from a known state."""
+    async with asyncio.timeout(PATIENCE_S):
+        while (found := await cluster.leader())[1] is None:
+            await asyncio.sleep(POLL_S)
+    leader, status = found
     return {
         "leader": leader,
-        "term": status.term if status is not None else 0,
+        "term": status.term,
         "restarts": cluster.restarts(name) if name in cluster.names else 0,
         "away": sum(cluster.said(one, "the shared state is away") for one in ("scheduler-0", "scheduler-1")),
         "held": cluster.board.held[name],
