@@ -64,7 +64,7 @@ async def name_of(cluster: Cluster, target: str, index: int = 0) -> str:
 async def look_before(cluster: Cluster, name: str) -> dict[str, Any]:
     """What `noticed` compares with. Waits for a leader that answers: a change is only one from a known state."""
     async with asyncio.timeout(PATIENCE_S):
-        while (found := await cluster.leader())[1] is None:
+        while (found := await cluster.leader())[1] is None:  # noqa: ASYNC110
             await asyncio.sleep(POLL_S)
     leader, status = found
     return {
