@@ -69,7 +69,7 @@ def _fake(config: DraftWorkerConfig) -> Proposer:
         step_ms=config.fake_step_ms,
         disagreement=config.fake_disagreement,
     )
-    return ModelProposer(engine, "fake", vocab_size, runner_ups=True)
+    return ModelProposer(engine, "fake", vocab_size)
 
 
 def _model(config: DraftWorkerConfig) -> Proposer:
@@ -108,7 +108,7 @@ def _model(config: DraftWorkerConfig) -> Proposer:
     event(logger, "draft model ready", folder=folder, shared_vocabulary=shared, blocks=runner.info.num_blocks)
     if config.vocabulary != "same":
         return _foreign(config, runner, target, folder)
-    return ModelProposer(runner, folder.name, shared, runner_ups=True)
+    return ModelProposer(runner, folder.name, shared)
 
 
 def _foreign(config: DraftWorkerConfig, engine: Engine, target: Path, folder: Path) -> Proposer:
@@ -126,7 +126,7 @@ def _foreign(config: DraftWorkerConfig, engine: Engine, target: Path, folder: Pa
     if not len(common.target_ids):
         raise VocabularyMismatch(f"{target.name} and {folder.name} have no token in common; try --vocabulary text")
     name = f"{folder.name} by intersection"
-    return ModelProposer(MappedEngine(engine, common), name, len(common.to_draft), runner_ups=True)
+    return ModelProposer(MappedEngine(engine, common), name, len(common.to_draft))
 
 
 _last_said = [""]

@@ -1,7 +1,8 @@
 """Guesses with a small model: any engine, batched over the mirrors of all workers.
 
 At output index i the guess is argmax over the target's ids v of  log q(v) / T + g(seed, i, v),  with the target's own
-noise g: where q is near the target's p, so are the two winners, also at T > 0. It is the sampler that the target uses.
+noise g: where q is near the target's p, so are the two winners, also at T > 0. What comes second is noted beside it,
+for branches (branching.py) and for how far a guess is worth going on.
 
 KV is a cache of what can be recomputed. Each mirror holds blocks for its own tokens only; when the pool is short, the
 mirrors that were used least recently lose theirs and are fed anew when their turn comes. A branch shares the full
@@ -14,15 +15,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from cluster.draft_news import Source
 from draft_worker.mirror import Mirror, RunnerUp
-from engine.batch import Batch, Engine, pad_tables
-from engine.noise import gumbel
-from engine.sampler import SampleRow, sample
-from engine.sampling_params import SamplingParams
+from draft_worker.round_inputs import TokenRows, choices_of, packed
+from engine.batch import Engine
+from engine.guessing import Guess, GuessingEngine, best_two
 
 MAX_ROUND_TOKENS = 256
 """tokens of one forward pass: a long prompt is fed over several rounds, so that it holds nobody up for long"""
@@ -41,10 +40,8 @@ class ModelProposer:
         name: str,
         vocab_size: int,
         max_round_tokens: int = MAX_ROUND_TOKENS,
-        runner_ups: bool = False,
     ) -> None:
-        """vocab_size is the target's; no id beyond it is guessed. runner_ups: note what came second, for branches."""
-        self._runner_ups = runner_ups
+        """vocab_size is the target's; no id beyond it is guessed."""
         self.name = name
         self.sources = frozenset({Source.ANY, Source.MODEL})
         self._engine = engine
@@ -53,29 +50,25 @@ class ModelProposer:
         self._max_round_tokens = max_round_tokens
         self._free = list(range(self._info.num_blocks - 1, -1, -1))
         self._holders: OrderedDict[Mirror, None] = OrderedDict()
-        self._params: dict[float, SamplingParams] = {}
+        self._guessing = engine if isinstance(engine, GuessingEngine) else None
+        self._token_rows = TokenRows(self._info.vocab_size)
 
     def extend(self, mirrors: Sequence[Mirror]) -> None:
         """See Proposer; one forward pass."""
         rows = self._choose(mirrors)
         if not rows:
             return
-        with torch.inference_mode():
-            logits = self._engine.forward(_batch(rows, self._info.block_size, self._info.vocab_size))
-            sampling = [mirror for mirror, count in rows if mirror.computed + count == mirror.known]
-            logits = logits[:, : self._vocab_size]
-            sample_rows = [self._sample_row(mirror) for mirror in sampling]
-            token_ids = sample(logits, sample_rows).token_ids
-            seconds = runner_ups(logits, sample_rows, token_ids) if self._runner_ups else [None] * len(sampling)
+        guessing = [mirror for mirror, count in rows if mirror.computed + count == mirror.known]
+        guesses = self._guess(rows, guessing)
         for mirror, count in rows:
             mirror.computed += count
-        for mirror, token_id, second in zip(sampling, token_ids, seconds, strict=True):
-            if token_id is None:
+        for mirror, guess in zip(guessing, guesses, strict=True):
+            if guess.token_id is None:
                 mirror.exhausted = True
                 continue
-            if second is not None:
-                mirror.runner_ups[mirror.known] = second
-            mirror.guess.append(token_id)
+            if guess.runner_up is not None:
+                mirror.runner_ups[mirror.known] = RunnerUp(guess.runner_up, guess.margin)
+            mirror.guess.append(guess.token_id)
 
     def fork(self, branch: Mirror) -> bool:
         """See Proposer."""
@@ -108,6 +101,17 @@ class ModelProposer:
         for mirror in self._holders:
             if mirror.parent is not None:
                 assert mirror.block_ids[: mirror.num_shared] == mirror.parent.block_ids[: mirror.num_shared]
+
+    def _guess(self, rows: list[tuple[Mirror, int]], guessing: list[Mirror]) -> list[Guess]:
+        """One guess for each mirror whose last token is among those fed."""
+        engine = self._guessing
+        if engine is not None and engine.guesses_next and len(guessing) == len(rows) == sum(count for _, count in rows):
+            return engine.guess_next(self._token_rows.of(guessing))
+        batch, choices = packed(rows, self._info.block_size, self._info.vocab_size), choices_of(guessing)
+        if engine is not None:
+            return engine.guess(batch, choices)
+        with torch.inference_mode():
+            return best_two(self._engine.forward(batch)[:, : self._vocab_size], choices)
 
     def _choose(self, mirrors: Sequence[Mirror]) -> list[tuple[Mirror, int]]:
         """Which mirrors take part, each with the number of tokens to feed; they get their blocks."""
@@ -150,61 +154,3 @@ class ModelProposer:
     def _victims(self) -> list[Mirror]:
         """Who loses blocks first first: branches, then whoever was used least recently."""
         return sorted(self._holders, key=lambda mirror: mirror.parent is None)
-
-    def _sample_row(self, mirror: Mirror) -> SampleRow:
-        params = self._params.get(mirror.temperature)
-        if params is None:
-            if len(self._params) >= 1024:
-                self._params.clear()
-            params = self._params[mirror.temperature] = SamplingParams(temperature=mirror.temperature)
-        return SampleRow(params, mirror.seed, mirror.known - mirror.num_prompt, (), mirror.num_prompt)
-
-
-def runner_ups(logits: torch.Tensor, rows: Sequence[SampleRow], winners: Sequence[int | None]) -> list[RunnerUp | None]:
-    """What came second in each row of logits [L, V], which are changed; None where there is no first or second."""
-    at = [index for index, token_id in enumerate(winners) if token_id is not None]
-    first = torch.tensor([winners[index] for index in at], dtype=torch.int64, device=logits.device)
-    where = torch.tensor(at, dtype=torch.int64, device=logits.device)
-    best = logits[where, first]
-    logits[where, first] = -torch.inf
-    found = sample(logits, rows).token_ids
-    seconds: list[RunnerUp | None] = [None] * len(rows)
-    for index, of_first in zip(at, best.tolist(), strict=True):
-        second, row = found[index], rows[index]
-        if second is None:
-            continue
-        margin = of_first - float(logits[index, second])
-        if row.params.temperature > 0:
-            noises = gumbel(row.seed, row.output_index, [winners[index] or 0, second]).tolist()
-            margin = margin / row.params.temperature + noises[0] - noises[1]
-        seconds[index] = RunnerUp(second, margin)
-    return seconds
-
-
-def _batch(rows: Sequence[tuple[Mirror, int]], block_size: int, vocab_size: int) -> Batch:
-    """The packed inputs; only rows that reach their last token want logits, of that one."""
-    token_ids: list[int] = []
-    positions, slots, tables, wanted = [], [], [], []
-    for mirror, count in rows:
-        start, end = mirror.computed, mirror.computed + count
-        token_ids += [mirror.token(position) for position in range(start, end)]
-        table = np.array(mirror.block_ids, np.int32)
-        at = np.arange(start, end)
-        positions.append(at)
-        slots.append(table[at // block_size].astype(np.int64) * block_size + at % block_size)
-        tables.append(table)
-        if end == mirror.known:
-            wanted.append(len(token_ids) - 1)
-    # The target's vocabulary may be padded further than ours; such an id is a guess's loss, not an error.
-    tokens = np.array(token_ids, np.int64)
-    tokens[tokens >= vocab_size] = 0
-    lengths = np.array([count for _, count in rows])
-    return Batch(
-        token_ids=tokens.astype(np.int32),
-        positions=np.concatenate(positions).astype(np.int32),
-        slot_mapping=np.concatenate(slots),
-        query_starts=np.concatenate(([0], np.cumsum(lengths))).astype(np.int32),
-        context_lens=np.array([mirror.computed + count for mirror, count in rows], np.int32),
-        block_tables=pad_tables(tables),
-        logit_indices=np.array(wanted, np.int64),
-    )

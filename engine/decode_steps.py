@@ -67,7 +67,7 @@ class DecodeSteps:
             choices = ChoiceTensors(
                 torch.zeros(num_rows),
                 torch.zeros(num_rows, 2, dtype=torch.int64),
-                torch.zeros(num_rows, dtype=torch.int64),
+                self._decoder.new_choices(num_rows),
             )
         inputs = step_inputs(views, plan) + choice_inputs(choices)
         arrays = (plan.token_ids, plan.positions, plan.slots, plan.context_lens, plan.block_tables)

@@ -14,6 +14,7 @@ import torch
 
 from engine.decoder_spec import DecoderSpec, LayerSpec, RotarySpec, rotary_table
 from engine.decoder_weights import Weight
+from engine.kernels.cpp_draft import DraftOps
 from engine.kernels.cpp_ops import CppOps
 from engine.kernels.ops import AttentionRule, HeadNorms, LayerCache, Ops, PackedLinear, Rotary, StepPlan
 from engine.kernels.program import Program
@@ -76,7 +77,7 @@ class Decoder:
         if isinstance(self._ops, CppOps):
             choices = ChoiceTensors(torch.zeros(1), torch.zeros(1), torch.zeros(1))
             inputs = inputs + choice_inputs(choices)
-            choose = self._choose_head(self._ops)
+            choose = self._best_two(self._ops) if isinstance(self._ops, DraftOps) else self._choose_head(self._ops)
 
             def all_calls() -> None:
                 _walk(self._body, views, plan)
@@ -109,6 +110,11 @@ class Decoder:
         `step_inputs`, then `choice_inputs`. None where steps aren't recorded or the operations can't.
         """
         return None if self._choosing is None else self._choosing[1]
+
+    def new_choices(self, num_rows: int) -> torch.Tensor:
+        """What the choice of tokens is written to, int64, one or some numbers a row; after `record`."""
+        assert isinstance(self._ops, CppOps)
+        return self._ops.new_choices(num_rows)
 
     @torch.inference_mode()
     def choose(self, plan: StepPlan, choices: ChoiceTensors) -> None:
@@ -212,6 +218,17 @@ class Decoder:
                 views.logits,
                 choices.token_ids,
             )
+
+        return call
+
+    def _best_two(self, ops: DraftOps) -> Callable[[Views, ChoiceTensors], None]:
+        """The final norm, the head, and what comes first and second in its rows."""
+        spec, weight, norm = self.spec, self._packed("head"), self._norm("final_norm")
+
+        def call(views: Views, choices: ChoiceTensors) -> None:
+            norm(views.last, views.last_normed)
+            ops.linear(views.last_normed, weight, views.logits, spec.logit_scale, spec.logit_softcap)
+            ops.best_two(views.logits, choices.temperatures, choices.keys, choices.token_ids)
 
         return call
 

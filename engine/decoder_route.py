@@ -133,10 +133,10 @@ class DecoderModel:
         tensors = ChoiceTensors(
             torch.tensor(choices.temperatures, dtype=torch.float32),
             torch.from_numpy(keys),
-            torch.empty(len(keys), dtype=torch.int64),
+            self._decoder.new_choices(len(keys)),
         )
         self._decoder.choose(self._plans.build(batch), tensors)
-        token_ids: list[int] = tensors.token_ids.tolist()
+        token_ids: list[int] = tensors.token_ids.flatten().tolist()
         return token_ids
 
     def decode(self, rows: DecodeRows) -> list[int]:

@@ -1,8 +1,11 @@
 """Runs a distilled draft: an engine over the target's vocabulary, of which the draft knows a part.
 
 The layers are the fast decoder's. The lens is multiplied into the head's rows at load, so a guess costs the layers and
-one product with [V, hidden]. Its logits land in rows as wide as the target's vocabulary, -inf where the draft has no
-opinion: whoever samples sees the target's own token ids, and their noise.
+one product with [V, hidden]. On a CPU all products are of 8-bit integers (`engine.kernels.cpp_draft`): the time of a
+round is that of reading the weights, and a guess needn't have anybody's bits.
+
+Guesses are made over the draft's own vocabulary and named by the target's ids, whose noise they are made with. As a
+plain engine it puts its logits in rows as wide as the target's vocabulary, -inf where the draft has no opinion.
 """
 
 from __future__ import annotations
@@ -15,13 +18,16 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from engine.batch import Batch
+from engine.batch import Batch, Choices, DecodeRows
 from engine.decoder_route import DecoderModel, refusal
 from engine.decoder_spec import DecoderSpec
 from engine.decoder_weights import Checkpoint, Weight, WeightReader
 from engine.description import Undescribed, describe
 from engine.draft_folder import HEAD_TOKEN_IDS, LENS, DraftFolder, embedding_digest, read_draft
 from engine.errors import UnsupportedModel
+from engine.guessing import Guess, best_two, guesses_of
+from engine.kernels.cpp_draft import DraftOps
+from engine.kernels.cpp_ops import CppOps
 from engine.kernels.ops import Ops
 from engine.kernels.selection import select_ops
 from engine.kernels.threads import use_threads
@@ -44,6 +50,7 @@ class DraftModel:
         self.fingerprint = f"{decoder.fingerprint} distilled"
         self._decoder = decoder
         self._token_ids = token_ids.to(decoder.device)
+        self._short_ids = self._token_ids.to(torch.int32)
         self._rows = torch.empty((0, vocab_size))
 
     def allocate(self, num_blocks: int, block_size: int) -> None:
@@ -58,8 +65,33 @@ class DraftModel:
             self._rows = torch.full((rows, self.vocab_size), -torch.inf, device=self.device)
         return self._rows[: len(logits)].index_copy_(1, self._token_ids, logits)
 
+    @property
+    def guesses_next(self) -> bool:
+        """See `engine.guessing.GuessingEngine`."""
+        return isinstance(self._decoder.ops, DraftOps)
 
-def load_draft(folder: Path, target: Path, *, progress: Progress | None = None, **options: Any) -> ModelRunner:
+    def guess(self, batch: Batch, choices: Choices) -> list[Guess]:
+        """See `engine.guessing.GuessingEngine`."""
+        if self.guesses_next:
+            return guesses_of(self._decoder.choose(batch, choices))
+        return best_two(self._decoder.forward(batch), choices, self._short_ids)
+
+    def guess_next(self, rows: DecodeRows) -> list[Guess]:
+        """See `engine.guessing.GuessingEngine`."""
+        return guesses_of(self._decoder.decode(rows))
+
+
+class DraftRunner(ModelRunner):
+    """Implements `engine.guessing.GuessingEngine` as well."""
+
+    def __init__(self, model: DraftModel, facts: ModelFacts, options: RunnerOptions) -> None:
+        super().__init__(model, facts, options)
+        self.guesses_next = model.guesses_next
+        self.guess = model.guess
+        self.guess_next = model.guess_next
+
+
+def load_draft(folder: Path, target: Path, *, progress: Progress | None = None, **options: Any) -> DraftRunner:
     """The draft in `folder` beside the target's folder; `options` are fields of RunnerOptions.
 
     Raises a ModelError that names what is wrong: with the draft, or with the two together.
@@ -73,7 +105,10 @@ def load_draft(folder: Path, target: Path, *, progress: Progress | None = None, 
         use_threads(wanted.threads, progress)
     max_model_len = resolve_max_model_len(facts, wanted.max_model_len)
     spec = _spec(draft, facts, max_model_len)
+    token_ids = draft.tensors[HEAD_TOKEN_IDS]
     ops = select_ops(device, wanted.kernels)
+    if isinstance(ops, CppOps):
+        ops = DraftOps(token_ids, ops.level)
     reason = refusal(facts, spec, ops, dtype, wanted.block_size)
     if reason is not None:
         raise UnsupportedModel(f"the draft {folder} can't run: {reason}")
@@ -82,8 +117,7 @@ def load_draft(folder: Path, target: Path, *, progress: Progress | None = None, 
     decoder = DecoderModel(
         facts, spec, ops, dtype, device, max_model_len, max_sequences=wanted.max_sequences, weights=weights
     )
-    model = DraftModel(decoder, draft.tensors[HEAD_TOKEN_IDS], facts.vocab_size)
-    return ModelRunner(model, facts, wanted)
+    return DraftRunner(DraftModel(decoder, token_ids, facts.vocab_size), facts, wanted)
 
 
 def _spec(draft: DraftFolder, facts: ModelFacts, max_model_len: int) -> DecoderSpec:
@@ -124,8 +158,10 @@ def _weights(
     yield "embedding", embedding.to(device=device, dtype=dtype)
     head = embedding if spec.tied_head else target.tensor(f"{spec.names.head}.weight", matrix)
     source = _Source(draft, f"{spec.names.embedding}.weight", head)
+    # What becomes int8 again isn't rounded on the way.
+    read_as = torch.float32 if isinstance(ops, DraftOps) else dtype
     # Told that the head is tied, the reader asks for it under the embedding's name, in the size of the spec.
-    yield from WeightReader(replace(spec, tied_head=True), source, ops, dtype, device).items()
+    yield from WeightReader(replace(spec, tied_head=True), source, ops, read_as, device).items()
 
 
 class _Source(Checkpoint):

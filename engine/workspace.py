@@ -55,7 +55,7 @@ class ChoiceTensors:
     keys: torch.Tensor
     """int64 [L, 2], `noise.row_key`"""
     token_ids: torch.Tensor
-    """out: int64 [L]"""
+    """out: int64 [L], or some numbers each"""
 
 
 def choice_inputs(choices: ChoiceTensors) -> list[torch.Tensor]:

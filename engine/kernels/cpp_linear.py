@@ -27,7 +27,7 @@ def pack(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear
     load_operations()
     out_features, in_features = weight.shape
     data = torch.ops.tandem.pack.default(weight.detach())
-    return PackedLinear(data, _padded(bias, TILE_COLUMNS), in_features, out_features)
+    return PackedLinear(data, padded_bias(bias, TILE_COLUMNS), in_features, out_features)
 
 
 def pack_gated(
@@ -40,13 +40,16 @@ def pack_gated(
     load_operations()
     out_features, in_features = gate.shape
     data = torch.ops.tandem.pack_gated.default(gate.detach(), up.detach())
-    bias = None
-    if gate_bias is not None or up_bias is not None:
-        halves = [
-            _padded(torch.zeros(out_features) if half is None else half, GATED_COLUMNS) for half in (gate_bias, up_bias)
-        ]
-        bias = torch.stack([half.view(-1, GATED_COLUMNS) for half in halves if half is not None], dim=1).flatten()
+    bias = gated_bias(out_features, gate_bias, up_bias)
     return PackedLinear(data, bias, in_features, out_features, gated=True)
+
+
+def gated_bias(num: int, gate: torch.Tensor | None, up: torch.Tensor | None) -> torch.Tensor | None:
+    """The biases [num] of both in the order of a gated weight's packed columns; None if there is neither."""
+    if gate is None and up is None:
+        return None
+    halves = [padded_bias(torch.zeros(num) if half is None else half, GATED_COLUMNS) for half in (gate, up)]
+    return torch.stack([half.view(-1, GATED_COLUMNS) for half in halves if half is not None], dim=1).flatten()
 
 
 def coded(packed: PackedLinear) -> PackedLinear:
@@ -75,7 +78,8 @@ def unpack(packed: PackedLinear) -> torch.Tensor:
     return rows[: packed.out_features, : packed.in_features].contiguous()
 
 
-def _padded(bias: torch.Tensor | None, multiple: int) -> torch.Tensor | None:
+def padded_bias(bias: torch.Tensor | None, multiple: int) -> torch.Tensor | None:
+    """float32, as many as a whole number of tiles has columns."""
     if bias is None:
         return None
     return torch.nn.functional.pad(bias.detach().float(), (0, -len(bias) % multiple)).contiguous()

@@ -80,6 +80,10 @@ class CppOps:
     def make_cache(self, num_blocks: int, block_size: int, heads: HeadShape, dtype: torch.dtype) -> CppCache:
         return cpp_attention.make_cache(num_blocks, block_size, heads, dtype)
 
+    def new_choices(self, num_rows: int) -> torch.Tensor:
+        """What the choice of tokens from the head is written to: int64, the token of each row."""
+        return torch.zeros(num_rows, dtype=torch.int64)
+
     # ---------------------------------------------------------------------------------------------- in a step
 
     def embed(

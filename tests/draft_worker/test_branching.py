@@ -186,7 +186,7 @@ def test_whatever_is_committed_every_guess_is_what_a_fresh_model_says(temperatur
     With 20 blocks the two mirrors and their branches take them from each other.
     """
     chance = random.Random(f"{temperature} {num_blocks}")
-    proposer = ModelProposer(engine(0.3, num_blocks), "rough", 260, runner_ups=True)
+    proposer = ModelProposer(engine(0.3, num_blocks), "rough", 260)
     drafter = Drafter(proposer, MirrorTable(8, 8), num_branches=3)
     texts = {slot: [ord(c) for c in "Call me Ishmael."][: 9 + slot] for slot in range(2)}
     opens = [Open(slot, 1, list(text), len(text), 40 + slot, temperature, 4) for slot, text in texts.items()]
@@ -227,7 +227,7 @@ def test_branches_of_a_rough_draft_save_round_trips() -> None:
     """The target is the fake engine that the draft is a rough copy of: its runner-up is right where it is wrong."""
     waits = {}
     for num_branches in (0, 2):
-        proposer = ModelProposer(engine(0.25), "rough", 260, runner_ups=num_branches > 0)
+        proposer = ModelProposer(engine(0.25), "rough", 260)
         drafter = Drafter(proposer, MirrorTable(8, 8), num_branches)
         text = [ord(c) for c in "Call me Ishmael."]
         plain = new_mirror(text, max_draft=40, seed=40)

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel
 
+from draft_worker.round_inputs import TokenRows, choices_of, packed
 from engine.draft_folder import (
     CONFIG,
     HEAD_TOKEN_IDS,
@@ -23,11 +24,14 @@ from engine.draft_folder import (
     read_draft,
     write_draft,
 )
-from engine.draft_model import load_draft
-from engine.errors import ModelError
+from engine.draft_model import DraftRunner, load_draft
+from engine.errors import ModelError, UnsupportedModel
+from engine.guessing import GuessingEngine, best_two
 from engine.runner import ModelRunner
 from engine.sampler import SampleRow, sample
 from engine.sampling_params import SamplingParams
+from tests.draft_worker.mirroring import mirror
+from tests.engine.kernels.conftest import CPU_FLAGS
 from tests.engine.models import VOCAB_SIZE, tiny_config
 from tests.engine.noise_oracle import oracle_bits, oracle_gumbel
 
@@ -91,14 +95,27 @@ def draft(tiny_model: Callable[[str], Path], tmp_path: Path) -> tuple[Path, Path
     return target, Draft(target, tmp_path / "draft", TARGET).folder
 
 
-def test_the_engine_computes_the_draft(made: tuple[Path, Draft], sequences: Any) -> None:
-    target, draft = made
-    runner = load_draft(draft.folder, target, **OPTIONS)
+def load(made: tuple[Path, Draft], kernels: str, **options: Any) -> DraftRunner:
+    try:
+        return load_draft(made[1].folder, made[0], kernels=kernels, **{**OPTIONS, **options})
+    except UnsupportedModel as error:
+        if "this CPU has no" not in str(error):
+            raise
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("kernels", ["torch", *CPU_FLAGS])
+def test_the_engine_computes_the_draft(made: tuple[Path, Draft], sequences: Any, kernels: str) -> None:
+    draft, runner = made[1], load(made, kernels)
     assert runner.info.vocab_size == VOCAB_SIZE
     token_ids = [5, 9, 200, 33, 17, 2, 90]
     logits = sequences(runner).run(("a", 0, token_ids))
     assert logits.shape == (len(token_ids), VOCAB_SIZE)
-    torch.testing.assert_close(logits[:, IDS], draft.logits(token_ids), atol=2e-3, rtol=2e-3)
+    expected = draft.logits(token_ids)
+    if kernels == "torch":
+        torch.testing.assert_close(logits[:, IDS], expected, atol=2e-3, rtol=2e-3)
+    # What is multiplied is rounded to 8 bits, a dozen times on the way.
+    assert float((logits[:, IDS] - expected).norm() / expected.norm()) < 0.06
     others = torch.ones(VOCAB_SIZE, dtype=torch.bool)
     others[IDS] = False
     assert bool((logits[:, others] == -torch.inf).all())
@@ -127,6 +144,42 @@ def test_noise_is_that_of_the_targets_ids(made: tuple[Path, Draft], sequences: A
         assert token_id == max(scores, key=lambda v: scores[v])
         chosen.add(token_id)
     assert len(chosen) > 5
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kernels", ["torch", *CPU_FLAGS])
+def test_guesses_are_the_best_two_of_its_logits(made: tuple[Path, Draft], kernels: str, dtype: str) -> None:
+    """Prompts, then token by token in changing company; the other way goes by an engine's logits of all ids."""
+    ours, theirs = load(made, kernels, dtype=dtype), load(made, kernels, dtype=dtype)
+    assert isinstance(ours, GuessingEngine)
+    assert ours.guesses_next == (kernels != "torch")
+    mirrors = [mirror([7 + slot, 200, 5][: slot + 1] * 5, slot, temperature=0.9 * (slot % 2)) for slot in range(3)]
+    rows = TokenRows(VOCAB_SIZE)
+    for slot, one in enumerate(mirrors):
+        one.block_ids = [slot, slot + 4, slot + 8]
+    guessed = set()
+    for step in range(20):
+        some = mirrors if step % 3 != 1 else mirrors[step % 2 :: 2]
+        feeding = [(one, one.known - one.computed) for one in some]
+        batch, choices = packed(feeding, 16, VOCAB_SIZE), choices_of(some)
+        expected = best_two(theirs.forward(batch), choices)
+        if step > 3 and step % 4 and ours.guesses_next:
+            found = ours.guess_next(rows.of(some))
+        else:
+            found = ours.guess(batch, choices)
+        assert found == expected
+        for one, guess in zip(some, found, strict=True):
+            assert guess.token_id is not None
+            one.computed = one.known
+            one.guess.append(guess.token_id)
+            guessed |= {guess.token_id, guess.runner_up}
+    assert len(guessed) > 10
+    assert guessed <= set(IDS.tolist())
+
+
+def test_a_step_may_want_no_guess(made: tuple[Path, Draft]) -> None:
+    runner, one = load_draft(made[1].folder, made[0], **OPTIONS), mirror([3, 4, 5, 6], block_ids=[0])
+    assert runner.guess(packed([(one, 3)], 16, VOCAB_SIZE), choices_of([])) == []
 
 
 def test_int8_rounds_each_row_by_its_own_scale(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ async def drafting(num_branches: int, chaos: Chaos | None = None) -> AsyncIterat
     thread = DraftThread(deliver)
     servicer.inbox = thread.inbox
     engine = FakeEngine(num_blocks=256, block_size=4, max_sequences=16, max_model_len=256, disagreement=0.3)
-    proposer = ModelProposer(engine, "rough", 260, runner_ups=num_branches > 0)
+    proposer = ModelProposer(engine, "rough", 260)
     await thread.start(lambda: Drafter(proposer, MirrorTable(64, 8), num_branches))
     server, address = await start(servicer)
     try:

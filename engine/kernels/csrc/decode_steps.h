@@ -41,7 +41,7 @@ class DecodeSteps : public torch::CustomClassHolder {
   }
 
   // What a step of so many rows works in. `inputs` are the program's; of them the arrays above, in their order, are at
-  // `places`, and `chosen`, int64 [rows], comes last. Replaces what was bound for this number.
+  // `places`, and `chosen`, int64 [rows] or some per row, comes last. Replaces what was bound for this number.
   void bind(int64_t num_rows, std::vector<at::Tensor> inputs, std::vector<int64_t> places) {
     TORCH_CHECK(num_rows > 0 && places.size() == kNumArrays, "arrays of at least one row");
     Bound bound{std::move(inputs), {}};
@@ -50,7 +50,7 @@ class DecodeSteps : public torch::CustomClassHolder {
     bound_[num_rows] = std::move(bound);
   }
 
-  // The chosen tokens; -1 as `choose` says. `numbers` are kNumbers per row.
+  // The numbers that were chosen; -1 as `choose` says. `numbers` are kNumbers per row.
   std::vector<int64_t> run(const std::vector<int64_t>& numbers, const std::vector<double>& temperatures,
                            const at::Tensor& tables) {
     const int64_t num_rows = static_cast<int64_t>(temperatures.size());
@@ -65,8 +65,9 @@ class DecodeSteps : public torch::CustomClassHolder {
     }
     const c10::InferenceMode guard;
     program_->run(bound.inputs);
-    const int64_t* chosen = bound.arrays.back().const_data_ptr<int64_t>();
-    return {chosen, chosen + num_rows};
+    const at::Tensor& chosen = bound.arrays.back();
+    const int64_t* begin = chosen.const_data_ptr<int64_t>();
+    return {begin, begin + chosen.numel()};
   }
 
  private:

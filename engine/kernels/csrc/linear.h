@@ -24,6 +24,7 @@ namespace tandem {
 
 constexpr int kTileColumns = 32;
 constexpr int kGatedColumns = kTileColumns / 2;
+constexpr int kLineBytes = 64;  // of a cache
 
 // By number: the order of ops.ACTIVATIONS.
 enum class Activation : int64_t { silu, gelu, gelu_tanh, relu };

@@ -28,7 +28,6 @@ namespace tandem::TANDEM_LEVEL {
 
 constexpr int kPairBytes = kCodedPairBytes;
 constexpr int kPairElements = 2 * kTileColumns * 2;
-constexpr int kLineBytes = 64;
 constexpr int kVectorBytes = kLanes * 4;
 constexpr int kParts = kLineBytes / kVectorBytes;  // vectors in a line; part p yields the tile's vectors p and p + kParts
 
