@@ -19,7 +19,7 @@ from collections.abc import Sequence as Seq
 from hashlib import blake2b
 
 from worker.drafting import DraftLink
-from worker.patience import LONGEST_S, Late, Pace, wait_s
+from worker.patience import LONGEST_S, Exploration, Late, Pace, wait_s
 from worker.sequences import Sequence
 from worker.steps import StepOutcome
 
@@ -61,6 +61,7 @@ class DraftLinks:
         self._was_drafting = False
         self._of_slot: dict[int, DraftLink] = {}
         self._pace = Pace()
+        self._exploration = Exploration()
 
     # ------------------------------------------------------------------------------------- from the executor's thread
 
@@ -73,6 +74,8 @@ class DraftLinks:
         """See executor.Drafting."""
         slot = sequence.slot
         link = self._of_slot.get(slot)
+        if link is None and max_draft_tokens == 0:
+            return
         if link is None or not (link.drafting and slot in link.tails):
             self._of_slot.pop(slot, None)
             if max_draft_tokens == 0 or (link := self._choose(sequence.sequence_id)) is None:
@@ -109,6 +112,9 @@ class DraftLinks:
             if len(latencies) == 0:
                 latencies = list(link.tails.latencies)
         delta_s = wait_s(late, latencies, self._pace.tokens_per_s, self._longest_wait_s)
+        exploring = delta_s <= 0
+        if exploring:
+            delta_s = self._exploration.wait_s(late, self._pace.tokens_per_s, self._longest_wait_s)
         if delta_s <= 0:
             return
         before()
@@ -117,13 +123,20 @@ class DraftLinks:
         for link, sequence in missing:
             if _is_awaited(link, sequence):
                 link.tails.waited_in_vain(sequence.slot)
-        self.waited_s += self._clock() - now_s
+        spent_s = self._clock() - now_s
+        self.waited_s += spent_s
+        if exploring:
+            came = any(link.tail(sequence.slot, sequence.tokens, 1) for link, sequence in missing)
+            self._exploration.explored(spent_s, came)
+        else:
+            self._exploration.waited()
 
     def learn(self, outcome: StepOutcome) -> None:
         """See executor.Drafting."""
         drafts = sum(1 for drafted in outcome.num_drafted_tokens if drafted)
         accepted = sum(outcome.num_accepted_tokens)
         self._pace.observe(len(outcome.token_ids), outcome.duration_s, drafts, accepted)
+        self._exploration.step(outcome.duration_s, self._longest_wait_s)
 
     def _choose(self, sequence_id: int) -> DraftLink | None:
         linked = self._linked()

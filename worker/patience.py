@@ -14,6 +14,10 @@ count as longer than any.
       │      ┌───────┘
       │  ┌───┘
       └──┴───────────────────── δ
+
+What is known of latencies comes from tails that were there in time to be seen, so after a run of vain waits nothing
+would ever be waited for again, whatever becomes of the draft worker. Therefore a step waits now and then although
+nothing speaks for it (`Exploration`), and has SHARE of the steps' time for what that costs.
 """
 
 from __future__ import annotations
@@ -32,6 +36,11 @@ MEMORY = 24.0
 FEW = 4
 """latencies; with fewer nothing is known of them, and FIRST_LATENCY_S stands for them"""
 FIRST_LATENCY_S = 0.004
+SHARE = 0.01
+"""of the time of steps that may draft, for exploratory waits in vain"""
+FIRST_GAP = 64
+"""steps without a wait before the first exploratory one; twice as many after each that was in vain"""
+LONGEST_GAP = 2048
 
 
 class Late(NamedTuple):
@@ -74,6 +83,46 @@ def _arrived(known: list[float], waited_s: float, delta_s: float) -> float:
         return 0.0
     # A hair's breadth, since waited + (latency - waited) may fall short of the latency.
     return (bisect_right(known, waited_s + delta_s + 1e-9) - first) / (len(known) - first)
+
+
+class Exploration:
+    """Waits that nothing speaks for, in case tails come faster than they used to.
+
+    Each is as long as could pay at all, Σ A_i / Θ, and ends when the tails are there. One that was in vain costs, and
+    is only begun where SHARE of the time since has paid for its full length; after it the gap to the next one doubles.
+    After one that was not the next step explores as well, until what was learned suffices.
+    """
+
+    def __init__(self) -> None:
+        self._credit_s = 0.0
+        self._steps = 0
+        self._gap = FIRST_GAP
+
+    def step(self, duration_s: float, longest_s: float = LONGEST_S) -> None:
+        """A step that may draft has taken so long."""
+        if isfinite(duration_s) and duration_s > 0:
+            self._credit_s = min(longest_s, self._credit_s + SHARE * duration_s)
+        self._steps += 1
+
+    def wait_s(self, late: Sequence[Late], tokens_per_s: float, longest_s: float = LONGEST_S) -> float:
+        """How long a step waits for which `wait_s` found nothing worthwhile; mostly 0."""
+        if self._steps < self._gap or tokens_per_s <= 0:
+            return 0.0
+        delta_s = min(longest_s, sum(max(0.0, row.gain) for row in late) / tokens_per_s)
+        return delta_s if delta_s <= self._credit_s else 0.0
+
+    def explored(self, waited_s: float, came: bool) -> None:
+        """An exploratory wait is over."""
+        self._steps = 0
+        if came:
+            self._gap = 1
+        else:
+            self._credit_s -= waited_s
+            self._gap = min(LONGEST_GAP, 2 * self._gap)
+
+    def waited(self) -> None:
+        """A step has waited because it pays, which tells as much."""
+        self._steps = 0
 
 
 class Pace:

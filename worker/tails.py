@@ -7,6 +7,9 @@ slot is in worker/followed.py.
 Everything is bounded: a slot has one pending opening or one run of pending commits, which concatenate; a run beyond
 MAX_PENDING_TOKENS drops the slot, which opens anew at its next row. So does a slot that no fresh tail has come for in
 MAX_TOKENS_BEHIND tokens. At most MAX_OPENS_PER_DRAIN openings wait, since each costs the draft worker a prefill.
+
+A slot whose rows may not draft costs nothing: it isn't opened, and of an open one nothing is told beyond the first such
+row, so that the draft worker rests; after MAX_IDLE_ROWS it is closed. When a row may draft again, one commit tells all.
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ MAX_OPENS_PER_DRAIN = 16
 LATENCIES_KEPT = 32
 MAX_IDLE_ROWS = 16
 """rows in a row without a draft budget after which a slot is closed"""
+TOLD_IDLE_ROWS = 1
+"""of these so many are still told: one step without drafts doesn't cost the next one its own"""
 
 
 class TailTable:
@@ -62,11 +67,15 @@ class TailTable:
                 if followed.idle_rows > MAX_IDLE_ROWS:
                     self._close(sequence.slot)
                     return
+                if followed.idle_rows > TOLD_IDLE_ROWS and followed.opening is None:
+                    return
             if followed is None or max_draft_tokens > followed.max_draft_tokens:
                 if max_draft_tokens > 0 and self._num_opening < MAX_OPENS_PER_DRAIN:
                     self._open(sequence, max(max_draft_tokens, self.longest_draft))
                 return
             if max_draft_tokens > 0:
+                if followed.idle_rows > TOLD_IDLE_ROWS:
+                    followed.tails = []  # none serves later than it may, however many steps it was not asked for
                 followed.idle_rows = 0
             self._commit(followed, sequence)
 

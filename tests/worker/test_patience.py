@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections import deque
+from itertools import pairwise
 from math import inf
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from worker.patience import FEW, LONGEST_S, Late, Pace, wait_s
+from worker.patience import FEW, FIRST_GAP, LONGEST_GAP, LONGEST_S, SHARE, Exploration, Late, Pace, wait_s
 
 EVEN = [0.002] * 8
 
@@ -77,6 +79,79 @@ def test_a_wait_never_costs_more_than_it_is_expected_to_bring_and_falls_with_the
     hair = 1e-6 + 2e-9 * rate
     assert all(worth(index * LONGEST_S / 40) <= max(0.0, worth(delta)) + hair for index in range(41))
     assert wait_s(late, latencies, 2 * rate + 1) <= delta + 1e-12
+
+
+@settings(max_examples=200)
+@given(
+    st.lists(st.tuples(st.floats(0.0, 0.2), st.lists(LATE, max_size=3), st.booleans()), max_size=300),
+    st.floats(0.5, 5000),
+)
+def test_exploring_costs_no_more_than_its_share_and_never_more_than_it_could_bring(
+    steps: list[tuple[float, list[Late], bool]], rate: float
+) -> None:
+    exploration = Exploration()
+    began_s = lost_s = 0.0
+    for _ in range(FIRST_GAP):
+        exploration.step(0.02)
+        began_s += 0.02
+    for duration_s, late, comes in steps:
+        delta_s = exploration.wait_s(late, rate)
+        assert 0 <= delta_s <= LONGEST_S
+        assert rate * delta_s <= sum(max(0.0, row.gain) for row in late) * (1 + 1e-9)
+        if delta_s:
+            exploration.explored(delta_s, comes)
+            lost_s += 0.0 if comes else delta_s
+        exploration.step(duration_s)
+        began_s += duration_s
+        assert lost_s <= SHARE * began_s + 1e-9
+
+
+def explorations(num_steps: int, latency_s: float) -> list[int]:
+    """Steps of 10 ms, 100 tokens/s, one late row: which of them explore, where its tail takes so long."""
+    exploration, found = Exploration(), []
+    for number in range(num_steps):
+        delta_s = exploration.wait_s([Late(0.0, 0.6)], 100.0)
+        if delta_s:
+            found.append(number)
+            exploration.explored(min(delta_s, latency_s), latency_s <= delta_s)
+        exploration.step(0.010)
+    return found
+
+
+def test_explorations_in_vain_come_ever_more_seldom() -> None:
+    found = explorations(20_000, inf)
+    gaps = [late - early for early, late in pairwise(found)]
+    assert found[0] >= FIRST_GAP
+    assert gaps == sorted(gaps)
+    assert gaps[0] >= 2 * FIRST_GAP
+    assert gaps[-1] == LONGEST_GAP
+    # What comes only after it has stopped to pay is not waited for either.
+    assert explorations(20_000, 0.007) == found
+
+
+def test_a_draft_worker_that_has_become_fast_is_found_out() -> None:
+    """32 vain waits, and δ is 0 for ever; one exploration after the other tells otherwise."""
+    latencies: deque[float] = deque([inf] * 32, maxlen=32)
+    late, exploration = [Late(0.0, 1.0)], Exploration()
+    steps = 0
+    while not wait_s(late, latencies, 100.0):
+        steps += 1
+        if exploration.wait_s(late, 100.0):
+            exploration.explored(0.003, True)
+            latencies.append(0.003)
+        exploration.step(0.010)
+        assert steps < FIRST_GAP + 150
+    assert steps >= FIRST_GAP
+    assert wait_s(late, latencies, 100.0) == pytest.approx(0.003)
+
+
+def test_a_wait_that_pays_makes_exploring_needless() -> None:
+    exploration = Exploration()
+    for _ in range(5 * FIRST_GAP):
+        assert exploration.wait_s([Late(0.0, 0.5)], 100.0) == 0.0
+        exploration.step(0.010)
+        exploration.waited()
+    assert Exploration().wait_s([Late(0.0, 0.5)], 0.0) == 0.0
 
 
 def test_pace_follows_the_latest_steps() -> None:

@@ -232,6 +232,25 @@ def test_a_slot_that_gets_no_budget_for_long_is_closed(table: TailTable) -> None
     assert table.drain().closes == [Close(0, 1)]
 
 
+def test_rows_that_may_not_draft_tell_nothing_beyond_the_first_and_one_commit_tells_all(table: TailTable) -> None:
+    followed = opened(table)
+    table.receive([tail_of(PROMPT, [20, 21, 22, 23, 24, 25])])
+    told = []
+    for token in (20, 21, 22, 23):
+        followed.tokens.append(token)
+        table.follow(followed, 0)
+        told += [commit.token_ids for commit in table.drain().commits]
+    assert told == [[20]]
+    followed.tokens.append(24)
+    table.follow(followed, 4)
+    [commit] = table.drain().commits
+    assert (commit.base, commit.token_ids) == (len(PROMPT) + 1, [21, 22, 23, 24])
+    # The old tail agrees, but has been there for more steps than a dead draft worker's may serve.
+    assert table.tail(0, followed.tokens, 4) == []
+    assert table.receive([tail_of(followed.tokens, [30])]) == 1
+    assert table.tail(0, followed.tokens, 4) == [30]
+
+
 def test_a_lost_link_forgets_everything_but_generations(table: TailTable) -> None:
     followed = opened(table)
     table.receive([tail_of(PROMPT, [20])])
