@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from math import isfinite
 
 from scheduler.core.acceptance import AcceptanceCurve, PositionTotals, RowEvidence, shifted, survival
 from scheduler.core.budget import Load, choose
@@ -32,11 +33,21 @@ from scheduler.core.step import Step, StepOutcome
 from scheduler.core.step_time import StepTimes, completed
 
 MARGIN = 0.05
-"""switched on only for more than this; switched off when there is nothing left"""
+"""switched on only for more than this; twice as much after each time that didn't pay for long, up to LARGEST_MARGIN"""
+LARGEST_MARGIN = 0.2
+STAY = 0.01
+"""switched off where drafts gain no more than this"""
 PLAIN_STEPS = 6
-"""plain steps measured before the first draft, and again every PLAIN_EVERY steps"""
-PLAIN_EVERY = 1024
-SETTLING_STEPS = 2
+"""plain steps measured before the first draft"""
+AGAIN_STEPS = 8
+"""the same later, now and then: every SOONEST_AGAIN to LATEST_AGAIN steps, so that at the gain that is expected they
+cost PLAIN_SHARE. The less drafts gain, the sooner it has to be known whether they still do, and the less it costs"""
+PLAIN_SHARE = 0.005
+SOONEST_AGAIN = 128
+LATEST_AGAIN = 1024
+OLD_SAMPLES = 4
+"""of a size's durations so many are kept when it is measured again: fewer than come"""
+SETTLING_STEPS = 3
 """plain steps after one with drafts in which the draft worker may still be busy: not measured"""
 VARY_EVERY = 32
 """steps after which budgets are halved for once, so that T(n) is known on this side of them; VARY_FIRST at the start"""
@@ -46,6 +57,9 @@ PROBE_ROWS = 2
 PROBE_TOKENS = 2
 PROBE_WAIT = 64
 LONGEST_PROBE_WAIT = 1024
+LONGEST_COSTLY_WAIT = 4096
+PROBE_SHARE = 0.005
+"""of the time until the next one, what a probe may cost: a dear one is followed by a longer wait"""
 ROW_WAIT = 16
 ROW_TRIES = 3
 LONGEST_ROW_WAIT = 256
@@ -98,6 +112,9 @@ class Speculation:
         """whether budgets are chosen here; with fixed ones nothing needs to be learned"""
         self._until = PLAIN_STEPS
         self._wait = PROBE_WAIT // 2
+        self._margin = MARGIN / 2
+        self._probing_s = 0.0
+        """by which the steps of the latest probe were longer than plain ones"""
         self._on_since: int | None = None
         self._looked_at_rows = 0
         self._looked_at_plan = 0
@@ -127,7 +144,8 @@ class Speculation:
         if not any(survivals):
             return None
         if self.phase is Phase.ON and self._plans >= self._until:
-            self._enter(Phase.MEASURING, PLAIN_STEPS)
+            self.plain_times.age(OLD_SAMPLES)
+            self._enter(Phase.MEASURING, AGAIN_STEPS)
             return None
         return self._look(decodes, survivals, Load(num_rows, num_other_tokens, room), config.max_draft_tokens)
 
@@ -157,19 +175,25 @@ class Speculation:
             completed(plain, drafting),
             completed(drafting, plain),
             self.availability,
-            0.0 if was_on else MARGIN,
+            STAY if was_on else self._margin,
         )
         self.gain = chosen.gain
+        if chosen and not self.drafting_times.observed and load.num_rows > PROBE_ROWS:
+            # Nothing is known of drafts yet: a few rows are enough to find out.
+            self._enter(Phase.PROBING, PROBE_STEPS)
+            return self._probe(decodes, load.max_draft_tokens, max_draft_tokens)
         if chosen:
             if self.phase is not Phase.ON:
                 if self._on_since is None:
                     self._on_since = self._plans
-                self._enter(Phase.ON, PLAIN_EVERY)
+                self._enter(Phase.ON, _measured_again_after(chosen.gain))
             if self._plans % (VARY_EVERY if len(drafting.sizes) > 1 else VARY_FIRST) == 0:
                 return [(k + 1) // 2 for k in chosen.drafts]
             self._probe_rows(decodes, survivals, chosen.drafts, load.max_draft_tokens)
             return chosen.drafts
         if self.phase is Phase.OFF and self._plans >= self._until:
+            self.drafting_times.age(OLD_SAMPLES)
+            self._probing_s = 0.0
             self._enter(Phase.PROBING, PROBE_STEPS)
             return self._probe(decodes, load.max_draft_tokens, max_draft_tokens)
         if self.phase is not Phase.OFF:
@@ -180,8 +204,12 @@ class Speculation:
         """The time until the next probe doubles, unless drafts have paid for long enough since the last."""
         paid_for = 0 if self._on_since is None else self._plans - self._on_since
         self._on_since = None
-        self._wait = PROBE_WAIT if paid_for >= self._wait else min(2 * self._wait, LONGEST_PROBE_WAIT)
-        self._enter(Phase.OFF, self._wait)
+        paid = paid_for >= self._wait
+        self._wait = PROBE_WAIT if paid else min(2 * self._wait, LONGEST_PROBE_WAIT)
+        self._margin = MARGIN if paid else min(2 * self._margin, LARGEST_MARGIN)
+        cost = self._probing_s / self.plain_times.curve.at(self._looked_at_rows) / PROBE_SHARE
+        self._probing_s = 0.0
+        self._enter(Phase.OFF, max(self._wait, min(int(cost), LONGEST_COSTLY_WAIT)))
 
     def _enter(self, phase: Phase, num_plans: int) -> None:
         self.phase = phase
@@ -248,6 +276,8 @@ class Speculation:
         if step.num_prefill and not step.num_prefill[-1] and outcome.num_model_tokens:  # decode rows only
             if drafted:
                 self.drafting_times.observe(outcome.num_model_tokens, outcome.duration_s)
+                if self.phase is Phase.PROBING and isfinite(outcome.duration_s):
+                    self._probing_s += outcome.duration_s - self.plain_times.curve.at(len(step.sequences))
             elif self._plain_in_a_row > SETTLING_STEPS:
                 self.plain_times.observe(outcome.num_model_tokens, outcome.duration_s)
         if drafted and self._chooses:
@@ -319,6 +349,11 @@ class Speculation:
     def acceptance(self, greedy: bool, num_positions: int) -> list[float]:
         """P(right | those before it are right) by position, as expected now."""
         return self._curves[greedy].conditional(num_positions)
+
+
+def _measured_again_after(gain: float) -> int:
+    """Steps with drafts before plain ones are measured again."""
+    return int(min(LATEST_AGAIN, max(SOONEST_AGAIN, AGAIN_STEPS * (1.0 - 1.0 / gain) / PLAIN_SHARE)))
 
 
 def _most(sequence: Sequence, max_draft_tokens: int) -> int:

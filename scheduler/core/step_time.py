@@ -38,6 +38,8 @@ SAMPLES_NEEDED = 3
 """with fewer, a bucket says nothing as long as others do: one slow step must not pass for the truth"""
 STALE_AFTER = 1024
 """observations after which a bucket that got none of them weighs half"""
+FORGOTTEN_AFTER = 4096
+"""and after which it says nothing as long as others do: a size that was slow once is tried again"""
 FREE_TOKENS = 64
 """prior: a step of so many tokens more than known ones takes about twice as long"""
 
@@ -149,6 +151,14 @@ class StepTimes:
         bucket.last = self._observed
         self._curve = None
 
+    def age(self, samples_kept: int) -> None:
+        """Time has passed unmeasured: of each size only the latest durations are kept, to be outvoted by new ones."""
+        for bucket in self._buckets.values():
+            while len(bucket.durations) > samples_kept:
+                bucket.durations.popleft()
+                bucket.sizes.popleft()
+        self._curve = None
+
     def begin_with(self, times: Iterable[tuple[int, float]]) -> None:
         """What was measured before the first step, (tokens, seconds): the shape where no step has been seen yet."""
         sound = {size: seconds for size, seconds in times if size >= 1 and isfinite(seconds) and seconds > 0}
@@ -165,6 +175,10 @@ class StepTimes:
         """T(n) as known now."""
         if self._curve is None:
             points = [bucket for _, bucket in sorted(self._buckets.items())]
-            sure = [bucket for bucket in points if len(bucket.durations) >= SAMPLES_NEEDED]
+            sure = [
+                bucket
+                for bucket in points
+                if len(bucket.durations) >= SAMPLES_NEEDED and self._observed - bucket.last < FORGOTTEN_AFTER
+            ]
             self._curve = completed(fit(bucket.point(self._observed) for bucket in sure or points), self._start)
         return self._curve

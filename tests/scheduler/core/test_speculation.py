@@ -237,7 +237,7 @@ def test_the_target_became_faster_without_drafts() -> None:
     machine.run(100)
     assert machine.spec.phase is Phase.ON
     machine.fixed, machine.drafting = 0.005, 0.025
-    machine.run(speculation.PLAIN_EVERY * 4)
+    machine.run(2 * speculation.LATEST_AGAIN)
     assert machine.spec.phase is not Phase.ON
     assert machine.rate(1000) > 0.95 * machine.expected_rate(0, 0.7)
 
