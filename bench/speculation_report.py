@@ -2,137 +2,24 @@
 
 from __future__ import annotations
 
-import random
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-RESAMPLES = 4000
-LEVEL = 0.90
+from bench.ratios import Ratio
+from bench.speculation_bound import Bound, bound_of
+from bench.speculation_runs import Case, Run, StepTimes, acceptance, cases_of, differing, pairs_of, ratio
 
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One load, run with and without drafts."""
-
-    workload: str
-    """chat or copy"""
-    streams: int
-    temperature: float
-    mode: str
-    """who drafts in its runs with drafts"""
-
-    @property
-    def name(self) -> str:
-        return f"{self.workload} n={self.streams} T={self.temperature:g}"
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """The drafting of one moment of a run."""
-
-    at_s: float
-    """since the run's start"""
-    budget: float
-    """mean draft budget of a decode row since the sample before"""
-    tokens_per_row: float
-    gain: float
-    """what the scheduler expects"""
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """One case, once, with or without drafts."""
-
-    case: Case
-    round: int
-    drafts: bool
-    output_tokens: int
-    duration_s: float
-    errors: tuple[str, ...] = ()
-    decode_rows: int = 0
-    draft_budget: int = 0
-    drafted: tuple[int, ...] = ()
-    """tokens verified behind right ones, by position"""
-    accepted: tuple[int, ...] = ()
-    parts_cpu_s: dict[str, float] = field(default_factory=dict)
-    client_cpu_s: float = 0.0
-    samples: tuple[Sample, ...] = ()
-    answers_digest: str = ""
-    """over all tokens of all answers: drafts must not change it"""
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.output_tokens / self.duration_s if self.duration_s else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Ratio:
-    """Tokens per second with drafts by those without, over paired runs."""
-
-    median: float
-    low: float
-    high: float
-    """bounds of the 90 % interval of the median"""
-    pairs: int
-
-    def __str__(self) -> str:
-        return f"{self.median:.2f}× ({self.low:.2f} to {self.high:.2f})"
-
-
-def bootstrap(values: Sequence[float], seed: int = 0) -> Ratio:
-    """Median, and its interval by resampling with replacement (percentile method); one value at least."""
-    chance = random.Random(seed)
-    medians = sorted(statistics.median(chance.choices(values, k=len(values))) for _ in range(RESAMPLES))
-    edge = round((1 - LEVEL) / 2 * (RESAMPLES - 1))
-    return Ratio(statistics.median(values), medians[edge], medians[-1 - edge], len(values))
-
-
-def cases_of(runs: Sequence[Run]) -> list[Case]:
-    """In the order of their first run."""
-    return list(dict.fromkeys(run.case for run in runs))
-
-
-def ratio(runs: Sequence[Run], case: Case) -> Ratio | None:
-    """Of a case; None where no pair is complete and without errors."""
-    found = {(run.round, run.drafts): run for run in runs if run.case == case and not run.errors and run.tokens_per_s}
-    values = [
-        run.tokens_per_s / found[number, False].tokens_per_s
-        for (number, drafts), run in found.items()
-        if drafts and (number, False) in found
-    ]
-    return bootstrap(values) if values else None
-
-
-def acceptance(runs: Sequence[Run]) -> list[float]:
-    """P(right | those before it were right) by position, over all these runs."""
-    length = max((len(run.drafted) for run in runs), default=0)
-    drafted, accepted = [0] * length, [0] * length
-    for run in runs:
-        for position, (tried, right) in enumerate(zip(run.drafted, run.accepted, strict=True)):
-            drafted[position] += tried
-            accepted[position] += right
-    return [right / tried for right, tried in zip(accepted, drafted, strict=True) if tried]
-
-
-def differing(runs: Sequence[Run], case: Case) -> int:
-    """Rounds whose answers differ with and without drafts: 0, or something is wrong."""
-    digests: dict[int, set[str]] = {}
-    for run in runs:
-        if run.case == case and not run.errors:
-            digests.setdefault(run.round, set()).add(run.answers_digest)
-    return sum(len(of_round) > 1 for of_round in digests.values())
-
-
-StepTimes = Mapping[str, Sequence[tuple[float, float]]]
-"""plain and drafting: (tokens, seconds) of steps that only decode, by tokens"""
+BOUND = """c: the draft worker's CPU time for each draft token asked for. Bound: what these steps would make of the run
+without drafts at T(n) below, where the draft worker and the target take turns, and where drafting costs the target
+nothing (`bench/speculation_bound.py`)."""
 
 
 def as_text(runs: Sequence[Run], step_times: StepTimes) -> str:
     """Tables in Markdown."""
-    head = ["load", "off tok/s", "on tok/s", "speed-up", "k", "tok/row", "accepted by position", "draft ms/token"]
+    head = ["load", "off tok/s", "on tok/s", "speed-up", "bound", "k", "tok/row", "accepted by position", "c ms"]
     lines = [_line(head), _line(["---"] * len(head))]
     for case in cases_of(runs):
         off = [run for run in runs if run.case == case and not run.drafts and not run.errors]
@@ -141,10 +28,12 @@ def as_text(runs: Sequence[Run], step_times: StepTimes) -> str:
         budget, right = sum(run.draft_budget for run in on), sum(sum(run.accepted) for run in on)
         spent = sum(run.parts_cpu_s.get("draft", 0.0) for run in on)
         shares = " ".join(f"{share:.0%}" for share in acceptance(on)[:6])
-        cells = [_median(off), _median(on), str(ratio(runs, case) or "-"), f"{budget / rows:.2f}"]
+        bound = _bound(runs, case, step_times)
+        cells = [_median(off), _median(on), str(ratio(runs, case) or "-")]
+        cells += [f"{bound.in_turn:.2f} to {bound.free:.2f}" if bound else "-", f"{budget / rows:.2f}"]
         cells += [f"{1 + right / rows:.2f}", shares or "-", f"{1000 * spent / budget:.2f}" if budget else "-"]
         lines.append(_line([f"{case.name} {case.mode}", *cells]))
-    parts = ["\n".join(lines)]
+    parts = ["\n".join(lines), BOUND, _pairs(runs)]
     for name, steps in step_times.items():
         if steps:
             rows_of = [["tokens", *(f"{count:.0f}" for count, _ in steps)], ["---"] * (len(steps) + 1)]
@@ -156,6 +45,20 @@ def as_text(runs: Sequence[Run], step_times: StepTimes) -> str:
     if notes:
         parts.append("### Wrong\n\n" + "\n".join(notes))
     return "\n\n".join(parts) + "\n"
+
+
+def _bound(runs: Sequence[Run], case: Case, step_times: StepTimes) -> Bound | None:
+    return bound_of([run for run in runs if run.case == case], step_times.get("plain", ()))
+
+
+def _pairs(runs: Sequence[Run]) -> str:
+    """Every pair's own figures."""
+    lines = [_line(["pair", "off tok/s", "on tok/s", "speed-up"]), _line(["---"] * 4)]
+    for case in cases_of(runs):
+        for off, on in pairs_of(runs, case):
+            rates = f"{off.tokens_per_s:.1f}", f"{on.tokens_per_s:.1f}", f"{on.tokens_per_s / off.tokens_per_s:.2f}"
+            lines.append(_line([f"{case.name} {case.mode}, round {off.round}", *rates]))
+    return "### Pairs\n\n" + "\n".join(lines)
 
 
 def _median(runs: Sequence[Run]) -> str:
@@ -172,6 +75,7 @@ def as_json(runs: Sequence[Run], step_times: StepTimes, about: dict[str, Any]) -
         {
             **asdict(case),
             "ratio": asdict(found) if (found := ratio(runs, case)) else None,
+            "bound": bound._asdict() if (bound := _bound(runs, case, step_times)) else None,
             "acceptance": acceptance([run for run in runs if run.case == case]),
             "rounds_with_other_answers": differing(runs, case),
         }

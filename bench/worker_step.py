@@ -11,8 +11,10 @@ of one thread, medians over the steps. Without --kernels sampling is torch's.
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -46,9 +48,7 @@ class PreparedEngine:
 
     @property
     def info(self) -> EngineInfo:
-        length = PROMPT_TOKENS + BLOCK_SIZE + STEPS + WARM_UP + 1
-        blocks = self.rows * -(-length // BLOCK_SIZE)
-        return EngineInfo("prepared", VOCAB_SIZE, length, blocks, BLOCK_SIZE, self.rows)
+        return engine_info(self.rows, STEPS + WARM_UP)
 
     def forward(self, batch: Batch) -> torch.Tensor:
         self.called_s = time.thread_time()
@@ -70,6 +70,36 @@ class Timing:
         return f"{self.rows:5d} " + " ".join(f"{part:9.0f}" for part in parts)
 
 
+def decode_steps(rows: int, params: SamplingParams, num_steps: int) -> Iterator[Step]:
+    """Steps in which every row decodes one token; the first admits them, with all but the last token computed."""
+    known = [PROMPT_TOKENS + slot % BLOCK_SIZE for slot in range(rows)]
+    blocks = itertools.count()
+    first = [[next(blocks) for _ in range(-(-length // BLOCK_SIZE))] for length in known]
+    admissions = [
+        Admission(slot, slot, list(range(known[slot])), known[slot], 0, params, slot, first[slot], known[slot] - 1)
+        for slot in range(rows)
+    ]
+    for number in range(num_steps):
+        new = [int(number > 0 and (length + number) % BLOCK_SIZE == 1) for length in known]
+        yield Step(
+            term=1,
+            epoch=1,
+            number=number,
+            admissions=admissions if number == 0 else (),
+            slots=range(rows),
+            num_prefill_tokens=[0] * rows,
+            max_draft_tokens=[0] * rows,
+            num_new_blocks=new,
+            new_block_ids=[next(blocks) for _ in range(sum(new))],
+        )
+
+
+def engine_info(rows: int, num_steps: int) -> EngineInfo:
+    """With room for so many steps of `decode_steps`."""
+    length = PROMPT_TOKENS + BLOCK_SIZE + num_steps + 1
+    return EngineInfo("prepared", VOCAB_SIZE, length, rows * -(-length // BLOCK_SIZE), BLOCK_SIZE, rows)
+
+
 def measure(rows: int, params: SamplingParams) -> Timing:
     engine = PreparedEngine(rows)
     executor = Executor(engine, SequenceTable(limits_of(engine.info), choice_seed), NoDrafting())
@@ -82,29 +112,11 @@ def measure(rows: int, params: SamplingParams) -> Timing:
         sampled.append((began_s, time.thread_time()))
         return result
 
-    known = [PROMPT_TOKENS + slot % BLOCK_SIZE for slot in range(rows)]
-    blocks = iter(range(engine.info.num_blocks))
-    first = [[next(blocks) for _ in range(-(-length // BLOCK_SIZE))] for length in known]
-    admissions = [
-        Admission(slot, slot, list(range(known[slot])), known[slot], 0, params, slot, first[slot], known[slot] - 1)
-        for slot in range(rows)
-    ]
+    steps = decode_steps(rows, params, STEPS + WARM_UP)
     plans, samples, settles = [], [], []
     worker.executor.sample = timed_sample  # type: ignore[assignment]
     try:
-        for number in range(STEPS + WARM_UP):
-            new = [int(number > 0 and (length + number) % BLOCK_SIZE == 1) for length in known]
-            step = Step(
-                term=1,
-                epoch=1,
-                number=number,
-                admissions=admissions if number == 0 else (),
-                slots=range(rows),
-                num_prefill_tokens=[0] * rows,
-                max_draft_tokens=[0] * rows,
-                num_new_blocks=new,
-                new_block_ids=[next(blocks) for _ in range(sum(new))],
-            )
+        for number, step in enumerate(steps):
             began_s = time.thread_time()
             outcome = executor.run(step)
             ended_s = time.thread_time()

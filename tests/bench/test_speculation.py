@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -9,9 +11,10 @@ from typing import Any, cast
 import pytest
 from tandem.v1 import admin_pb2_grpc
 
-from bench import speculation, speculation_prompts
-from bench.speculation import Cluster, Plan, compare, plan_of
-from bench.speculation_report import Case, acceptance, differing, ratio
+from bench import speculation, speculation_plan, speculation_prompts
+from bench.speculation import Cluster, compare
+from bench.speculation_plan import Plan, missing, plan_of
+from bench.speculation_runs import Case, Run, StepTimes, acceptance, differing, load, ratio, save
 from cluster.channel import connect
 from tests.integration.harness import MODEL, running
 
@@ -29,7 +32,14 @@ async def test_pairs_in_one_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         parts = {name: process.child.pid for name, process in under_test.processes.items()}
         target = cast(Any, SimpleNamespace(parts=parts))
         cluster = Cluster(target, under_test.stub(), admin_pb2_grpc.AdminServiceStub(channel))
-        runs, step_times = await compare(cluster, Plan((SAMPLED, COPY), rounds=2, requests=2, max_tokens=48))
+        plan, kept = Plan((SAMPLED, COPY), rounds=2, requests=2, max_tokens=48, waves=1), tmp_path / "pairs.json"
+        half = dataclasses.replace(plan, rounds=1)
+        await compare(cluster, half, keep=partial(save, kept, setup={"m": 1}))
+        done, _ = load(kept, {"m": 1})
+        assert [run.round for run in done] == [1, 1, 1, 1]
+        # An interrupted pair is run again.
+        runs, step_times = await compare(cluster, plan, done=[*done, dataclasses.replace(done[0], round=2)])
+        assert runs[:4] == done
         await under_test.assert_baseline()
     order = [(run.round, run.case, run.drafts) for run in runs]
     assert order == [
@@ -41,7 +51,7 @@ async def test_pairs_in_one_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert len({run.answers_digest for run in runs}) == 3, "rounds of chat have other prompts, copying the same"
     for run in runs:
         assert run.output_tokens == 2 * 48
-        assert run.decode_rows > 0
+        assert run.decode_rows >= run.steps > 0
         assert bool(run.draft_budget) is run.drafts
         assert bool(run.drafted) is run.drafts or sum(run.drafted) == 0
         assert run.parts_cpu_s.keys() == parts.keys()
@@ -63,9 +73,9 @@ def test_prompts_are_distinct_and_held_out() -> None:
 
 
 def test_both_halves_have_the_same_prompts_and_rounds_others() -> None:
-    first = speculation.prompts_of(SAMPLED, 1, 3)
-    assert first == speculation.prompts_of(SAMPLED, 1, 3)
-    assert not set(first) & set(speculation.prompts_of(SAMPLED, 2, 3))
+    first = speculation_plan.prompts_of(SAMPLED, 1, 3)
+    assert first == speculation_plan.prompts_of(SAMPLED, 1, 3)
+    assert not set(first) & set(speculation_plan.prompts_of(SAMPLED, 2, 3))
 
 
 def test_salts_never_repeat_and_seeds_are_a_pairs() -> None:
@@ -90,3 +100,26 @@ def test_quick_is_one_pair_of_few_loads(monkeypatch: pytest.MonkeyPatch) -> None
         (streams, temperature) for streams in (1, 4, 16, 64) for temperature in (0.0, 0.7)
     }
     assert whole.rounds == 5
+    sizes = {case.streams: whole.size_of(case) for case in whole.cases if case.workload == "chat"}
+    assert sizes == {1: (6, 128), 4: (8, 128), 16: (32, 128), 64: (64, 64)}
+
+
+async def test_no_pair_begins_when_the_time_is_over() -> None:
+    plan = Plan((SAMPLED,), rounds=2, requests=1, max_tokens=8, minutes=-1.0)
+
+    async def status() -> Any:
+        return SimpleNamespace(workers=[])
+
+    runs, step_times = await compare(cast(Any, SimpleNamespace(status=status)), plan)
+    assert (runs, step_times) == ([], {"plain": [], "drafting": []})
+
+
+def test_what_is_kept_is_of_one_setup(tmp_path: Path) -> None:
+    runs = [Run(SAMPLED, 1, False, 8, 1.0, drafted=(3, 1), accepted=(1, 0)), Run(SAMPLED, 1, True, 8, 0.5)]
+    times: StepTimes = {"plain": [(1.0, 0.01)], "drafting": []}
+    save(tmp_path / "pairs.json", runs, times, {"sizes": (1, 2)})
+    assert load(tmp_path / "pairs.json", {"sizes": (1, 2)}) == (runs, times)
+    with pytest.raises(ValueError, match="otherwise"):
+        load(tmp_path / "pairs.json", {"sizes": (1, 3)})
+    plan = Plan((SAMPLED,), rounds=2, requests=1, max_tokens=8)
+    assert [missing(plan, runs, SAMPLED, number) for number in (0, 1, 2)] == [True, False, True]

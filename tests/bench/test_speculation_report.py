@@ -9,19 +9,10 @@ from typing import Any
 
 import pytest
 
-from bench.speculation_report import (
-    Case,
-    Run,
-    Sample,
-    acceptance,
-    as_json,
-    as_text,
-    bootstrap,
-    cases_of,
-    differing,
-    plot,
-    ratio,
-)
+from bench.ratios import bootstrap
+from bench.speculation_bound import bound_of
+from bench.speculation_report import as_json, as_text, plot
+from bench.speculation_runs import Case, Run, Sample, acceptance, cases_of, differing, ratio
 
 CHAT, COPY = Case("chat", 4, 0.7, "auto"), Case("copy", 1, 0.0, "ngram")
 STEPS = {"plain": [(1.0, 0.01), (4.0, 0.02)], "drafting": []}
@@ -30,7 +21,8 @@ STEPS = {"plain": [(1.0, 0.01), (4.0, 0.02)], "drafting": []}
 def run(number: int, drafts: bool, tokens: int, case: Case = CHAT, **changes: Any) -> Run:
     values: dict[str, Any] = {
         "duration_s": 10.0,
-        "decode_rows": 100 if drafts else 0,
+        "steps": 50,
+        "decode_rows": 100,
         "draft_budget": 250 if drafts else 0,
         "drafted": (80, 40) if drafts else (),
         "accepted": (40, 10) if drafts else (),
@@ -76,10 +68,27 @@ def test_the_table() -> None:
     assert cases_of(runs) == [CHAT, COPY]
     lines = as_text(runs, STEPS).splitlines()
     # k: 250 of 100 rows; tokens per row: 1 + 50 / 100; draft: half a second for 250 tokens.
-    wanted = "| chat n=4 T=0.7 auto | 10.0 | 15.0 | 1.50× (1.50 to 1.50) | 2.50 | 1.50 | 50% 25% | 2.00 |"
+    # Bound: 15 s for as many tokens without drafts, one of them in plain steps of 2 rows; 50 steps of 7 rows at 30 ms.
+    bound = f"{15 / (14 + 1.5 + 0.5):.2f} to {15 / (14 + 1.5):.2f}"
+    wanted = f"| chat n=4 T=0.7 auto | 10.0 | 15.0 | 1.50× (1.50 to 1.50) | {bound} | 2.50 | 1.50 | 50% 25% | 2.00 |"
     assert wanted in lines
     assert "| ms | 10.0 | 20.0 |" in lines
     assert any(line.startswith("| copy n=1 T=0 ngram | 1.0 | 3.0 | 3.00×") for line in lines)
+
+
+def test_the_bound_of_one_row_is_the_formula() -> None:
+    """100 tokens in 100 steps of 10 ms; with k = 4 in 50 of 15, and 4 ms of drafting each."""
+    one = {"draft_budget": 0, "decode_rows": 100, "steps": 100, "duration_s": 1.0, "parts_cpu_s": {}}
+    off = run(1, False, 100, **one)
+    on = run(
+        1, True, 100, **{**one, "decode_rows": 50, "steps": 50, "draft_budget": 200, "parts_cpu_s": {"draft": 0.2}}
+    )
+    found = bound_of([off, on], [(1.0, 0.010), (5.0, 0.015)])
+    assert found is not None
+    assert found.free == pytest.approx(2 / (15 / 10))
+    assert found.in_turn == pytest.approx(2 / (15 / 10 + 4 / 10))
+    assert bound_of([off], [(1.0, 0.010)]) is None
+    assert bound_of([off, on], []) is None
 
 
 def test_everything_is_kept() -> None:
