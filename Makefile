@@ -77,9 +77,7 @@ bench-speculation: setup ## does speculation pay? Pairs with and without drafts;
 	@.venv/bin/python -m bench.speculation $(ARGS)
 
 chaos: setup ## every fault of every process under every load, by the fake engine and a real one; about an hour
-	@.venv/bin/python -m tests.chaos.run matrix $(ARGS)
-	@.venv/bin/python -m tests.chaos.run recovery $(ARGS)
-	@.venv/bin/python -m tests.chaos.run matrix --real $(ARGS)
+	@.venv/bin/python -m tests.chaos.run everything $(ARGS)
 	@TANDEM_CHAOS_TIMED=1 .venv/bin/python -m pytest -q tests/chaos/test_namespaces.py
 
 soak: setup ## random faults for so long; MINUTES=60, ARGS='--seed 1'

@@ -1,5 +1,6 @@
 """`make chaos` and `make soak`: the whole matrix, recovery times, and random faults for as long as one likes.
 
+    python -m tests.chaos.run everything                       the first two of these, and pairs with a real model
     python -m tests.chaos.run matrix [--real] [--only TEXT]    every fault × process × load; --real: a real model
     python -m tests.chaos.run recovery [--real]                pauses of eight streams of up to 256 tokens
     python -m tests.chaos.run soak --minutes 60 [--seed N]     random faults, some of them at once
@@ -13,11 +14,14 @@ import argparse
 import asyncio
 import contextlib
 import random
+import statistics
 import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator
 from pathlib import Path
+
+import grpc
 
 from cli.model_source import DEFAULT_NAME
 from engine.model_cache import cache_folder
@@ -29,10 +33,13 @@ from tests.chaos.faults import FAULTS, TARGETS, Strike
 from tests.chaos.judgement import Result
 from tests.chaos.loads import LOADS, Ask, Load
 from tests.chaos.record import Verdict
+from tests.chaos.switchboard import Unreachable
 
 NOTICED_WITHIN_S = 5.0
 """a cut link, or a process that stands still"""
 MOST_GROWTH_MIB = 96.0
+MEDIAN_PAUSES_S = {("worker", "kill"): 2.0, ("leader", "kill"): 3.0}
+"""of eight streams of up to 256 tokens, on a machine that is quiet"""
 
 
 def recovery_load() -> Load:
@@ -86,7 +93,7 @@ async def run_all(chosen: Iterable[Cell], verdict: Verdict, options: Options, ti
                 cell, pending = pending, None
                 try:
                     result = await arena.run(cell)
-                except (AssertionError, TimeoutError, OSError) as error:
+                except (AssertionError, TimeoutError, OSError, grpc.RpcError, Unreachable) as error:
                     verdict.losses.append(f"{cell}: {error or type(error).__name__}")
                     print(f"FAILED {cell}: {error or type(error).__name__}", flush=True)
                     _show_logs(arena)
@@ -153,10 +160,55 @@ def _options(real: bool) -> Options | None:
     return Options(model=folder, draft="ngram", num_blocks=512) if folder.exists() else None
 
 
+def _plan(what: str, real: bool, args: argparse.Namespace) -> tuple[Verdict, Iterable[Cell]]:
+    model = "SmolLM2-135M" if real else "fake engine"
+    if what == "soak":
+        until = time.monotonic() + 60 * args.minutes
+        return Verdict(f"soak of {args.minutes:g} min, seed {args.seed}, {model}"), random_cells(args.seed, until)
+    if what == "recovery":
+        return Verdict(f"recovery, {model}"), recovery_cells(args.times)
+    if real or args.pairwise:
+        return Verdict(f"pairs, {model}"), pairwise_cells()
+    return Verdict(f"matrix, {model}"), every_cell()
+
+
+def _run(what: str, real: bool, args: argparse.Namespace) -> Verdict | None:
+    """One run, its table, its losses and its line; None where the model is missing. Ctrl-C ends it, not its verdict."""
+    options = _options(real)
+    if options is None:
+        print("the default model is not here (`tandem up` fetches it): nothing is run with it")
+        return None
+    verdict, chosen = _plan(what, real, args)
+    try:
+        asyncio.run(run_all((one for one in chosen if args.only in str(one)), verdict, options, timed=what != "soak"))
+    except KeyboardInterrupt:
+        verdict.what += ", cut short"
+    if what == "recovery":
+        verdict.losses += slow_recoveries(verdict)
+    for row in verdict.table():
+        print(row)
+    for loss in verdict.losses:
+        print(f"LOSS {loss}")
+    print(verdict.line(), flush=True)
+    if not args.no_record:
+        verdict.keep()
+    return verdict
+
+
+def slow_recoveries(verdict: Verdict) -> list[str]:
+    """Median pauses that are longer than promised."""
+    found = []
+    for struck, bound_s in MEDIAN_PAUSES_S.items():
+        pauses = verdict.pauses_s.get(struck)
+        if pauses and statistics.median(pauses) > bound_s:
+            found.append(f"{' '.join(struck)}: a median pause of {statistics.median(pauses):.2f} s, not {bound_s:g} s")
+    return found
+
+
 def main(arguments: list[str]) -> int:
     """The exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.run")
-    parser.add_argument("what", choices=("matrix", "recovery", "soak"))
+    parser.add_argument("what", choices=("everything", "matrix", "recovery", "soak"))
     parser.add_argument("--real", action="store_true", help="the default model's weights, in float32; pairwise")
     parser.add_argument("--pairwise", action="store_true", help="the fifteen cells of the ordinary suite")
     parser.add_argument("--only", default="", metavar="TEXT", help="only cells whose description has it")
@@ -165,31 +217,15 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--times", type=int, default=3, help="recovery: how often each fault strikes")
     parser.add_argument("--no-record", action="store_true")
     args = parser.parse_args(arguments)
-    options = _options(args.real)
-    if options is None:
-        print("the default model is not here (`tandem up` fetches it): nothing is run with it")
-        return 0
-    model = "SmolLM2-135M" if args.real else "fake engine"
-    if args.what == "soak":
-        verdict = Verdict(f"soak of {args.minutes:g} min, seed {args.seed}, {model}")
-        chosen: Iterable[Cell] = random_cells(args.seed, time.monotonic() + 60 * args.minutes)
-    elif args.what == "recovery":
-        verdict, chosen = Verdict(f"recovery, {model}"), recovery_cells(args.times)
-    else:
-        pairwise = args.real or args.pairwise
-        verdict = Verdict(f"{'pairs' if pairwise else 'matrix'}, {model}")
-        chosen = pairwise_cells() if pairwise else every_cell()
-    asyncio.run(
-        run_all((cell for cell in chosen if args.only in str(cell)), verdict, options, timed=args.what != "soak")
-    )
-    for row in verdict.table():
-        print(row)
-    for loss in verdict.losses:
-        print(f"LOSS {loss}")
-    print(verdict.line())
-    if not args.no_record:
-        verdict.keep()
-    return 1 if verdict.losses else 0
+    runs = [(args.what, args.real)]
+    if args.what == "everything":
+        runs = [("matrix", False), ("recovery", False), ("matrix", True)]
+    verdicts = [verdict for what, real in runs if (verdict := _run(what, real, args)) is not None]
+    failed = any(verdict.losses for verdict in verdicts)
+    if len(runs) > 1:
+        print("", *(verdict.line() for verdict in verdicts), sep="\n")
+        print(f"chaos: {'FAILED' if failed else 'holds'}")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from tests.chaos.lag import Lag
 from tests.chaos.leaks import Rest
 from tests.chaos.loads import Ask
 from tests.chaos.record import Verdict
+from tests.chaos.run import slow_recoveries
 
 ASK = Ask((1, 2, 3), 4)
 LENGTH = types_pb2.FINISH_REASON_LENGTH
@@ -152,3 +153,13 @@ def test_what_goes_only_after_long_is_a_leak() -> None:
     assert slow_to_rest(5.0, 26.0, lag) == ["it took 21.0 s until nothing was left"]
     lag.note(10.0, 2.0)
     assert slow_to_rest(5.0, 26.0, lag) == []
+
+
+def test_recoveries_are_held_to_their_medians() -> None:
+    verdict = Verdict("recovery", commit="abc")
+    verdict.pauses_s = {
+        ("worker", "kill"): [0.1, 1.9, 9.0],
+        ("leader", "kill"): [1.0, 3.5, 3.6],
+        ("redis", "kill"): [9.0],
+    }
+    assert slow_recoveries(verdict) == ["leader kill: a median pause of 3.50 s, not 3 s"]
