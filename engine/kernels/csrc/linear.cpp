@@ -11,7 +11,7 @@
 //            …                                               every row
 //
 // With few rows the time is that of reading the weights. The hardware sees that one stream and runs ahead of it; asking
-// for lines by instructions as well takes the places of those it has under way, and was a quarter slower. With many
+// for each line by instructions as well takes the places of those it has under way, and was a quarter slower. With many
 // rows the time is that of multiplying, and a tile stays in the second-level cache while the passes of a block of rows
 // go over it:
 //

@@ -81,6 +81,16 @@ inline Pairs second_pairs(Bytes low, Bytes high) { return _mm256_unpackhi_epi8(l
 inline void store_pairs(bf16* to, Pairs pairs) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), pairs); }
 #endif
 
+// The hardware runs ahead of a stream up to the end of a page, and begins anew in the next: it is shown a page ahead where
+// that begins. Asking for every line would take the places of those that it has under way.
+inline void fetch_next_page(const uint8_t* pair) {
+  constexpr uintptr_t kPage = 4096;
+  const auto here = reinterpret_cast<uintptr_t>(pair);
+  if (here % kPage >= kPairBytes) return;
+  const char* next = reinterpret_cast<const char*>(here - here % kPage + kPage);
+  for (int line = 0; line < kPairBytes / kLineBytes; line++) _mm_prefetch(next + line * kLineBytes, _MM_HINT_T1);
+}
+
 // Two steps of a part's two vectors of columns.
 struct Decoded {
   Pairs steps[2][2];
@@ -162,6 +172,7 @@ void multiply_parts(const bf16* x, int64_t stride, const CodedTile& tile, int64_
     const int64_t next = exception != tile.end() ? exception->place / kPairElements : num_pairs;
     const int64_t plain_end = std::min(num_whole, next);
     for (; pair < plain_end; pair++) {
+      fetch_next_page(tile.pair(pair));
 #pragma GCC unroll 2
       for (int part = 0; part < kTogether; part++) {
         const Decoded decoded = decode(tile.pair(pair), first + part, table);

@@ -181,7 +181,7 @@ def test_windows_that_begin_at_a_partitions_edge(window: int) -> None:
             assert_near(sequences.attend([(0, position, position + 1)])[0], sequences, 0, position)
 
 
-ROWS = [(0, 40), (511, 3), (700, 20), (1030, 1), (5, 1), (0, 1), (512, 5)]
+ROWS = [(0, 40), (511, 3), (700, 20), (1030, 8), (5, 1), (0, 1), (512, 5)]
 SINKS = torch.linspace(-1, 2, 12)
 EXACT_CASES = [
     Case(HeadShape(9, 3, 64), ROWS),
