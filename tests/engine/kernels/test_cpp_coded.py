@@ -180,6 +180,21 @@ def test_damage_reads_nothing_beyond_the_weight(ops: CppOps) -> None:
             ops.linear(x[:rows], PackedLinear(data, None, k, n), torch.empty(rows, n))
 
 
+def test_exceptions_beyond_the_weights_end_are_nobodys(ops: CppOps) -> None:
+    """A head that names more than there are, before memory that would serve."""
+    n, k = 64, 300
+    coded = _coded(ops.pack(_weight(n, k, odd=100)))
+    size, last_head = coded.data.numel(), HEAD + PAIR * -(-k // 4)
+    foreign = torch.tensor([[9536 + place, 0x7FC0] for place in range(64)], dtype=torch.int32)  # NaN in the last step
+    memory = torch.cat([coded.data, foreign.flatten().view(torch.uint8)])
+    memory[last_head + 20 : last_head + 24] = torch.tensor([1 << 20], dtype=torch.int32).view(torch.uint8)
+    x = _weight(17, k, odd=0)
+    expected, found = torch.empty(17, n), torch.empty(17, n)
+    ops.linear(x, coded, expected)
+    ops.linear(x, PackedLinear(memory[:size], None, k, n), found)
+    assert_same_bits(found, expected)
+
+
 def test_wrong_arguments_are_named(some_ops: CppOps) -> None:
     coded = _coded(some_ops.pack(_weight(40, 16, odd=0)))
     x, out = _weight(3, 16, odd=0), torch.empty(3, 40)

@@ -72,7 +72,8 @@ def cases(draw: st.DrawFn) -> tuple[HeadShape, HeadNorms | None, Rotary | None, 
         weights = torch.randn(2, head_dim, generator=random)
         norms = HeadNorms(weights[0], weights[1], draw(st.sampled_from((1e-6, 1e-2))))
     if draw(st.booleans()):
-        rotary_dim = draw(st.integers(1, head_dim // 2)) * 2
+        # Whole heads, which whole vectors turn, as often as some part of one.
+        rotary_dim = head_dim if draw(st.booleans()) else draw(st.integers(1, head_dim // 2)) * 2
         rotary = Rotary(torch.randn(50, rotary_dim, generator=random), rotary_dim, draw(st.booleans()))
     heads = HeadShape(kv_heads * group, kv_heads, head_dim)
     block_size = draw(st.sampled_from((2, 8, 16, 24, 32)))
