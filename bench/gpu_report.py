@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -41,6 +42,14 @@ class Report:
     @property
     def passed(self) -> bool:
         return bool(self.checks) and all(check.passed for check in self.checks)
+
+    def take(self, found: Iterable[Check | Figure]) -> None:
+        """What a section yields, of either kind."""
+        for one in found:
+            if isinstance(one, Check):
+                self.checks.append(one)
+            else:
+                self.figures.append(one)
 
     def as_json(self) -> dict[str, Any]:
         return {"passed": self.passed, **asdict(self)}

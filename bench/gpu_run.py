@@ -18,8 +18,9 @@ from engine.decoder import Decoder
 from engine.kernels.ops import HeadShape, PackedLinear
 from engine.kernels.triton_linear import Tiling
 from engine.kernels.triton_ops import TritonOps
-from engine.run_ahead import TokenFeed
+from engine.run_ahead import AheadSteps, TokenFeed
 from engine.step_plan import StepPlanBuilder
+from engine.stream import stream_of
 
 BLOCK_SIZE = 16
 DTYPE = torch.bfloat16
@@ -72,6 +73,7 @@ class Run:
         self.scale = TOY if tiny else _fitting(FULL, device, report)
         self.ops = TritonOps(device)
         self._plans = StepPlanBuilder(device)
+        self._stream = stream_of(device)
         report.facts.update(_facts(device, self.scale.shape))
 
     def sections(self) -> list[tuple[str, Callable[[], None]]]:
@@ -152,8 +154,10 @@ class Run:
 
     def _gap(self) -> None:
         for num_rows in self.scale.rows:
-            self.report.figures += gpu_timing.gap(
-                self.ops, self.graphed["exact"], self.feed, self.many, num_rows, self.scale.gap_steps, self.device
+            steps = self.graphed["exact"]
+            ahead = AheadSteps(steps.prepare, self.ops.choose_on_device, self.feed, self.device, self._stream)
+            self.report.take(
+                gpu_timing.gap(self.ops, steps, ahead, self.many, num_rows, self.scale.gap_steps, self.device)
             )
 
     def _tilings(self) -> None:

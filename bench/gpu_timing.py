@@ -2,7 +2,7 @@
 
 ceilings    bytes read per second by torch's sum and copy, multiplications per second by torch's product
 steps       decode steps of n rows by mode, a chunk of a prompt; the floor is what must be read and multiplied
-gap         a loop of steps as a worker would run it, host included, less the same steps' time on the device
+gap         a loop of steps as a worker runs it, host included, less the same steps' time on the device
 tilings     the products' tilings against others: time, and whether they have the same bits
 """
 
@@ -18,15 +18,15 @@ import numpy as np
 import torch
 
 from bench.ceilings import Ceilings
-from bench.gpu_report import Figure
+from bench.gpu_report import Check, Figure
 from bench.sequences import Sequences
 from bench.synthetic import Shape
-from engine.batch import Batch
+from engine.batch import Batch, Choices, LaunchedRows
 from engine.cuda_graphs import GraphedSteps
 from engine.kernels.ops import PackedLinear
 from engine.kernels.triton_linear import Epilogue, Tiling, multiply, multiply_by_library, tiling_of
 from engine.kernels.triton_ops import TritonOps
-from engine.run_ahead import Fed, PendingTokens, TokenFeed
+from engine.run_ahead import AheadSteps, PendingTokens
 
 BF16 = torch.bfloat16
 
@@ -126,47 +126,51 @@ def prefill(
 def gap(
     ops: TritonOps,
     steps: GraphedSteps,
-    feed: TokenFeed,
+    launching: AheadSteps,
     sequences: Sequences,
     num_rows: int,
     num_steps: int,
     device: torch.device,
-) -> Iterator[Figure]:
-    """Greedy decoding of num_rows sequences for num_steps steps."""
+) -> Iterator[Figure | Check]:
+    """Greedy decoding of num_rows sequences for num_steps steps; both ways must give the same tokens."""
     slots = np.arange(num_rows)
-    temperatures = torch.zeros(num_rows, device=device)
-    keys = torch.zeros((num_rows, 2), dtype=torch.int64, device=device)
+    nothing = np.zeros(0, np.int64)
     first = sequences.lengths[0] - num_steps - 1
 
     def step(number: int, tokens: list[int] | None) -> PendingTokens:
         """tokens: the last step's, or None: they are fed."""
         at = first + number
         batch = sequences.batch([(index, at, at + 1) for index in range(num_rows)])
+        fed = slots if tokens is None else nothing
         if tokens is not None:
             batch.token_ids[:] = np.maximum(tokens, 0)
-        logits = steps.forward(batch, None if tokens is not None else Fed(slots, slots))
-        return feed.remember(slots, ops.choose_on_device(logits, temperatures, keys))
+        choices = Choices([0.0] * num_rows, [0] * num_rows, [number] * num_rows)
+        return launching.launch(LaunchedRows(batch, choices, slots, fed, fed))
 
-    def waiting() -> None:
-        tokens = [0] * num_rows
+    def waiting() -> list[list[int]]:
+        found = [[0] * num_rows]
         for number in range(num_steps):
-            tokens = step(number, tokens).token_ids()
+            found.append(step(number, found[-1]).token_ids())
+        return found[1:]
 
-    def ahead() -> None:
-        pending = step(0, [0] * num_rows)
+    def ahead() -> list[list[int]]:
+        found, pending = [], step(0, [0] * num_rows)
         for number in range(1, num_steps):
             following = step(number, None)
-            pending.token_ids()
+            found.append(pending.token_ids())
             pending = following
-        pending.token_ids()
+        return [*found, pending.token_ids()]
 
     def on_device() -> None:
         ops.choose_on_device(steps.forward(batch), temperatures, keys)
 
+    temperatures = torch.zeros(num_rows, device=device)
+    keys = torch.zeros((num_rows, 2), dtype=torch.int64, device=device)
     batch = sequences.batch([(index, first, first + 1) for index in range(num_rows)])
     alone_ms = 1e3 * device_s(on_device, device, 8)
+    tokens = []
     for name, loop in (("waiting for each step's tokens", waiting), ("running ahead", ahead)):
-        loop()
+        tokens.append(loop())
         began = time.perf_counter()
         loop()
         if device.type == "cuda":
@@ -174,6 +178,8 @@ def gap(
         each_ms = 1e3 * (time.perf_counter() - began) / num_steps
         note = f"{each_ms:.3g} ms a step, {alone_ms:.3g} of them on the device"
         yield Figure(f"gap, {num_rows} rows, {name}", 1e3 * (each_ms - alone_ms), "µs", None, note)
+    differ = sum(a != b for a, b in zip(*tokens, strict=True))
+    yield Check(f"running ahead, {num_rows} rows", differ == 0, f"{differ} of {num_steps} steps have other tokens")
 
 
 CANDIDATES = (

@@ -80,6 +80,21 @@ class Choices:
     """[L]"""
 
 
+@dataclass(slots=True)
+class LaunchedRows:
+    """A step whose tokens nobody waits for. Some of its own tokens may be those that the step before is choosing."""
+
+    batch: Batch
+    """the engine's from here on"""
+    choices: Choices
+    slots: np.ndarray
+    """int64 [L], each once: under which slot the token chosen from a wanted logit is remembered"""
+    fed_at: np.ndarray
+    """int64 [F]: flat tokens of the batch whose ids the host doesn't know"""
+    fed_slots: np.ndarray
+    """int64 [F]: the slots under which they were remembered"""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
     """What an engine is and how much it holds."""
@@ -125,4 +140,34 @@ class ChoosingEngine(Protocol):
 
     def decode(self, rows: DecodeRows) -> list[int]:
         """The same for rows of one token, one token for each."""
+        ...
+
+
+class Pending(Protocol):
+    """The tokens of a launched step, one for each wanted logit, -1 where none could be chosen."""
+
+    def wait(self) -> None:
+        """Return when they are there; from any thread. Raises what went wrong on the device."""
+        ...
+
+    def token_ids(self) -> list[int]:
+        """Waits for them, and for nothing that was launched later."""
+        ...
+
+
+@runtime_checkable
+class AheadEngine(Protocol):
+    """An engine on a device that works by itself: steps are launched, and their tokens stay there for the next one.
+
+    The tokens are those that `engine.sampler` would choose. While a launched step's tokens aren't there, no method but
+    `launch` is called, and at most two steps are launched.
+    """
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether this one does."""
+        ...
+
+    def launch(self, rows: LaunchedRows) -> Pending:
+        """Have the batch's KV written and a token chosen for each wanted logit, after all that was launched before."""
         ...

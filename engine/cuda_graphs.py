@@ -73,7 +73,8 @@ class CudaRecorder:
             function()
         torch.cuda.current_stream().wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Only this thread's calls are recorded and restricted: another one may wait for the tokens of a step meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             result = function()
         return graph, result
 
@@ -193,14 +194,33 @@ class GraphedSteps:
         """How many have been recorded."""
         return len(self._graphs)
 
+    @torch.inference_mode()
     def forward(self, batch: Batch, fed: Fed | None = None) -> torch.Tensor:
         """Logits float32 [L, vocab_size], valid until the next call; `fed` tokens come from the feed."""
+        return self.prepare(batch, fed)()
+
+    def prepare(self, batch: Batch, fed: Fed | None = None) -> Callable[[], torch.Tensor]:
+        """Stage a step now; calling what is returned, once and in the order of staging, runs it and gives its logits.
+
+        Of steps that are staged and not run there may be two.
+        """
+        if fed is not None and self._feed is None:
+            raise ValueError("tokens are to be fed, but there is no feed")
         if is_plain_decode(batch) and len(batch.token_ids) <= self._limits.max_sequences:
-            return self._replayed(batch, fed)
+            num_rows = len(batch.token_ids)
+            bucket = next(size for size in self._row_buckets if size >= num_rows)
+            needed = -(-int(batch.context_lens.max()) // PARTITION)
+            shape = bucket, 1 << (needed - 1).bit_length()
+            staged = self._stage(batch, shape)
+            return lambda: self._replayed(staged, shape, num_rows, fed)
         plan = self._plans.build(batch)
+        return lambda: self._run_eagerly(plan, fed)
+
+    def _run_eagerly(self, plan: StepPlan, fed: Fed | None) -> torch.Tensor:
         self._feed_into(plan, fed)
         return self._eager(plan)
 
+    @torch.inference_mode()
     def record(self, max_rows: int | None = None, max_context: int = PARTITION) -> None:
         """Record the graphs of up to so many rows and keys ahead, so that no step waits for that."""
         empty = np.zeros(0, np.int32)
@@ -209,40 +229,38 @@ class GraphedSteps:
         while True:
             for num_rows in self._row_buckets:
                 if num_rows <= (max_rows or self._limits.max_sequences):
-                    self._recorded(nothing, num_rows, partitions)
+                    self._recorded(self._stage(nothing, (num_rows, partitions)), (num_rows, partitions))
             if partitions * PARTITION >= min(max_context, self._limits.max_model_len):
                 return
             partitions *= 2
 
-    def _replayed(self, batch: Batch, fed: Fed | None) -> torch.Tensor:
-        num_rows = len(batch.token_ids)
-        bucket = next(size for size in self._row_buckets if size >= num_rows)
-        needed = -(-int(batch.context_lens.max()) // PARTITION)
-        recorded = self._recorded(batch, bucket, 1 << (needed - 1).bit_length())
+    def _replayed(self, staged: StepPlan, shape: tuple[int, int], num_rows: int, fed: Fed | None) -> torch.Tensor:
+        recorded = self._recorded(staged, shape)
         self._feed_into(recorded.plan, fed)
         recorded.graph.replay()
         return recorded.logits[:num_rows]
 
-    def _recorded(self, batch: Batch, num_rows: int, partitions: int) -> _Recorded:
-        """The graph of that shape, its plan filled with the batch."""
+    def _stage(self, batch: Batch, shape: tuple[int, int]) -> StepPlan:
+        """The batch, padded to a graph's shape."""
+        num_rows, partitions = shape
         num_blocks = -(-partitions * PARTITION // self._limits.block_size)
-        source = self._plans.build(padded(batch, num_rows, num_blocks, self._limits))
-        found = self._graphs.get((num_rows, partitions))
+        return self._plans.build(padded(batch, num_rows, num_blocks, self._limits))
+
+    def _recorded(self, staged: StepPlan, shape: tuple[int, int]) -> _Recorded:
+        """The graph of that shape, its plan filled with what was staged."""
+        found = self._graphs.get(shape)
         if found is not None:
-            _copy(source, found.plan)
+            _copy(staged, found.plan)
             return found
-        plan = _own_copy(source, partitions * PARTITION)
+        plan = _own_copy(staged, shape[1] * PARTITION)
         # A new object each time: plain implementations keep what they derive from a plan as long as it is the same one.
         graph, logits = self._recorder.record(lambda: self._forward(replace(plan)))
-        self._graphs[num_rows, partitions] = _Recorded(graph, plan, logits)
-        return self._graphs[num_rows, partitions]
+        self._graphs[shape] = _Recorded(graph, plan, logits)
+        return self._graphs[shape]
 
     def _feed_into(self, plan: StepPlan, fed: Fed | None) -> None:
-        if fed is None:
-            return
-        if self._feed is None:
-            raise ValueError("tokens are to be fed, but there is no feed")
-        self._feed.fill(plan.token_ids, fed)
+        if fed is not None and self._feed is not None:
+            self._feed.fill(plan.token_ids, fed)
 
 
 def _arrays(plan: StepPlan) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

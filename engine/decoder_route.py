@@ -1,6 +1,6 @@
 """The decoder route: a folder that `engine.families` knows, run by `engine.decoder`.
 
-On a GPU, decode steps are replayed as CUDA graphs (`engine.cuda_graphs`).
+On a GPU, decode steps are replayed as CUDA graphs (`engine.cuda_graphs`) and launched ahead (`engine.run_ahead`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig
 
 from engine import noise
-from engine.batch import Batch, Choices, DecodeRows
+from engine.batch import Batch, Choices, DecodeRows, LaunchedRows
 from engine.cuda_graphs import CudaRecorder, GraphedSteps, GraphLimits, Recorder, in_own_workspace
 from engine.decode_steps import DecodeSteps
 from engine.decoder import Decoder
@@ -24,13 +24,15 @@ from engine.errors import IncompleteModel, UnsupportedModel
 from engine.kernels.cpp_linear import coded, packed_layout
 from engine.kernels.cpp_ops import CppOps
 from engine.kernels.cpp_screen import pack_screen, screen_layout
-from engine.kernels.ops import Ops, PackedLinear
+from engine.kernels.ops import DeviceChooser, Ops, PackedLinear
 from engine.kernels.torch_ops import TorchOps
 from engine.kv_cache import LayerShape
 from engine.loading import ModelFacts
 from engine.packed_weights import WORTH_MAPPING, entry_name, mapped_weights
 from engine.progress import Progress
+from engine.run_ahead import AheadSteps, Choose, Fed, Forward, PendingTokens, TokenFeed
 from engine.step_plan import StepPlanBuilder
+from engine.stream import Stream, stream_of
 from engine.workspace import ChoiceTensors
 
 
@@ -58,10 +60,13 @@ class DecoderModel:
         progress: Progress | None = None,
         recorded: bool = True,
         weights: Mapping[str, Weight] | None = None,
+        run_ahead: bool | None = None,
+        stream: Stream | None = None,
     ) -> None:
         """`recorder` makes graphs of decode steps of up to `max_sequences` rows; None: CUDA's on a GPU, else none.
         `recorded`: on a CPU a step's calls are made from a recording, which wrapped operations never see.
         `weights`: all of them, as `WeightReader` names them, where they don't come from the folder.
+        `run_ahead`: steps can be launched, on `stream` or the device's own; None: on a GPU only.
 
         Raises IncompleteModel for a checkpoint that lacks something.
         """
@@ -82,10 +87,14 @@ class DecoderModel:
         graphs = device.type == "cuda" and not isinstance(ops, TorchOps)
         self._recorder = CudaRecorder() if recorder is None and graphs else recorder
         self._plans = StepPlanBuilder(device)
+        self._feed = TokenFeed(max_sequences, device)
+        self._stream = self._launches_on(stream, device.type == "cuda" if run_ahead is None else run_ahead)
+        self._progress = progress
         self.weights = self._read(facts, progress, cache) if weights is None else weights
         self._decoder = Decoder(spec, self.weights, ops, dtype, device, max_model_len)
         self._forward: Callable[[Batch], torch.Tensor] = self._as_it_is
         self._decode_steps: DecodeSteps | None = None
+        self._ahead: AheadSteps | None = None
 
     def _read(self, facts: ModelFacts, progress: Progress | None, cache: Path | None) -> Mapping[str, Weight]:
         spec, ops, dtype, device = self._spec, self.ops, self.dtype, self.device
@@ -112,11 +121,18 @@ class DecoderModel:
             self._decoder.record()
             program = self._decoder.whole_step
             self._decode_steps = None if program is None else DecodeSteps(self._decoder, program, block_size)
+        prepare: Callable[[Batch, Fed], Forward] = self._prepare
         if recorder is not None:
             limits = GraphLimits(self._max_sequences, self._max_model_len, block_size, scratch_block=num_blocks)
             own = in_own_workspace(self._decoder, self._max_sequences, self.dtype, self.device)
-            steps = GraphedSteps(self._decoder.forward, own, recorder, self._plans, self.device, limits)
-            self._forward = steps.forward
+            steps = GraphedSteps(self._decoder.forward, own, recorder, self._plans, self.device, limits, self._feed)
+            if isinstance(recorder, CudaRecorder):
+                if self._progress:
+                    self._progress("recording decode steps", None)
+                steps.record()
+            self._forward, prepare = steps.forward, steps.prepare
+        if self._stream is not None:
+            self._ahead = AheadSteps(prepare, self._chooser(), self._feed, self.device, self._stream)
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """float32 logits [L, vocab_size], valid until the next call."""
@@ -144,6 +160,16 @@ class DecoderModel:
         assert self._decode_steps is not None
         return self._decode_steps.run(rows)
 
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether steps can be launched."""
+        return self._ahead is not None
+
+    def launch(self, rows: LaunchedRows) -> PendingTokens:
+        """See `engine.batch.AheadEngine`."""
+        assert self._ahead is not None
+        return self._ahead.launch(rows)
+
     def forward_with_features(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """The logits, and what the head made them of: [L, hidden] of the model's dtype, valid as long."""
         logits = self._as_it_is(batch)
@@ -151,6 +177,24 @@ class DecoderModel:
 
     def _as_it_is(self, batch: Batch) -> torch.Tensor:
         return self._decoder.forward(self._plans.build(batch))
+
+    def _prepare(self, batch: Batch, fed: Fed) -> Forward:
+        """The part of a launched step that runs on the device, where there are no graphs."""
+        plan = self._plans.build(batch)
+
+        def run() -> torch.Tensor:
+            self._feed.fill(plan.token_ids, fed)
+            return self._decoder.forward(plan)
+
+        return run
+
+    def _launches_on(self, stream: Stream | None, wanted: bool) -> Stream | None:
+        """The stream, if steps are wanted to be launched and their choices can stay on the device."""
+        can = self.device.type == "cpu" or isinstance(self.ops, DeviceChooser)
+        return (stream or stream_of(self.device)) if wanted and can else None
+
+    def _chooser(self) -> Choose:
+        return self.ops.choose_on_device if isinstance(self.ops, DeviceChooser) else self.ops.choose
 
 
 def _coded(weights: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:

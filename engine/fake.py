@@ -13,6 +13,9 @@ improbable but finite.
 Two engines agree wherever their contexts agree, save for the `disagreement` fraction of contexts (chosen by hash),
 where an engine insists on a favourite that another hash picks: such an engine is a draft model of known acceptance, at
 any temperature.
+
+With a stream it runs ahead (`engine.run_ahead`): launched steps are computed there, later, from tokens that the host
+hasn't seen.
 """
 
 from __future__ import annotations
@@ -23,7 +26,10 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from engine.batch import Batch, EngineInfo
+from engine.batch import Batch, EngineInfo, LaunchedRows
+from engine.kernels import torch_choose
+from engine.run_ahead import AheadSteps, Fed, Forward, PendingTokens, TokenFeed
+from engine.stream import Stream, ThreadStream
 
 VOCAB_SIZE = 260
 EOS_TOKEN_ID = 257
@@ -66,8 +72,12 @@ class FakeEngine:
         vocab_size: int = VOCAB_SIZE,
         disagreement: float = 0.0,
         fail_on_token_ids: frozenset[int] = frozenset(),
+        run_ahead: bool = False,
+        stream: Stream | None = None,
     ) -> None:
-        """A row whose context holds one of `fail_on_token_ids` gets NaN logits from there on; others are untouched."""
+        """A row whose context holds one of `fail_on_token_ids` gets NaN logits from there on; others are untouched.
+        `run_ahead`: steps can be launched, on `stream` or on a thread.
+        """
         if vocab_size <= EOS_TOKEN_ID:
             raise ValueError(f"vocab_size must exceed {EOS_TOKEN_ID}; got {vocab_size}")
         if not 0 <= disagreement <= 1:
@@ -89,10 +99,32 @@ class FakeEngine:
         self._failing = np.zeros(num_blocks * block_size, dtype=bool)
         self._odd = _mix(np.arange(max_model_len, dtype=np.uint64) + _GOLDEN) | np.uint64(1)
         self._token_keys = _mix(np.arange(vocab_size, dtype=np.uint64) * _GOLDEN)
+        self._ahead: AheadSteps | None = None
+        if run_ahead:
+            cpu = torch.device("cpu")
+            self._feed = TokenFeed(max_sequences, cpu)
+            self._ahead = AheadSteps(self._prepare, torch_choose.choose, self._feed, cpu, stream or ThreadStream())
 
     @property
     def info(self) -> EngineInfo:
         return self._info
+
+    @property
+    def runs_ahead(self) -> bool:
+        """See `engine.batch.AheadEngine`."""
+        return self._ahead is not None
+
+    def launch(self, rows: LaunchedRows) -> PendingTokens:
+        """See `engine.batch.AheadEngine`."""
+        assert self._ahead is not None
+        return self._ahead.launch(rows)
+
+    def _prepare(self, batch: Batch, fed: Fed) -> Forward:
+        def run() -> torch.Tensor:
+            self._feed.fill(torch.from_numpy(batch.token_ids), fed)
+            return self.forward(batch)
+
+        return run
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Write the batch's KV; float32 logits [L, vocab_size]. Ids or slots out of range raise IndexError."""

@@ -15,7 +15,16 @@ from typing import Any, Protocol
 
 import torch
 
-from engine.batch import Batch, Choices, ChoosingEngine, DecodeRows, EngineInfo
+from engine.batch import (
+    AheadEngine,
+    Batch,
+    Choices,
+    ChoosingEngine,
+    DecodeRows,
+    EngineInfo,
+    LaunchedRows,
+    Pending,
+)
 from engine.decoder_route import DecoderModel, decoder_spec, refusal
 from engine.description import Undescribed
 from engine.errors import UnsupportedModel
@@ -37,6 +46,7 @@ logger = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 ROUTES = ("auto", "decoder", "transformers")
 NUMERICS = ("exact", "fast")
+RUN_AHEAD = ("auto", "on", "off")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +72,8 @@ class RunnerOptions:
     numerics: str = "exact"
     """exact: a row's bits are its own. fast: on a GPU products may take the order of sums that suits the batch; a
     CPU's exact products are its fastest, so there it changes nothing"""
+    run_ahead: str = "auto"
+    """on: steps can be launched before the tokens of the one before are known, where the route can; auto: on a GPU"""
 
 
 class Model(Protocol):
@@ -99,6 +111,7 @@ class ModelRunner:
         model.allocate(num_blocks, options.block_size)
         self._model = model
         self._choosing = model if isinstance(model, ChoosingEngine) and model.chooses else None
+        self._ahead = model if isinstance(model, AheadEngine) and model.runs_ahead else None
         self.facts = facts
         self._info = EngineInfo(
             fingerprint=fingerprint(model, facts, max_model_len, options.numerics),
@@ -157,6 +170,16 @@ class ModelRunner:
         assert self._choosing is not None
         return self._choosing.decode(rows)
 
+    @property
+    def runs_ahead(self) -> bool:
+        """See `AheadEngine`."""
+        return self._ahead is not None
+
+    def launch(self, rows: LaunchedRows) -> Pending:
+        """See `AheadEngine`; only where `runs_ahead`."""
+        assert self._ahead is not None
+        return self._ahead.launch(rows)
+
 
 def _load_model(
     facts: ModelFacts, wanted: RunnerOptions, dtype: torch.dtype, device: torch.device, progress: Progress | None
@@ -180,6 +203,7 @@ def _load_model(
                     max_model_len,
                     max_sequences=wanted.max_sequences,
                     progress=progress,
+                    run_ahead=None if wanted.run_ahead == "auto" else wanted.run_ahead == "on",
                 )
             why = reason
         if wanted.route == "decoder":
@@ -192,7 +216,7 @@ def _load_model(
 
 
 def _check_choices(options: RunnerOptions) -> None:
-    for name, choices in (("route", ROUTES), ("kernels", KERNELS), ("numerics", NUMERICS)):
+    for name, choices in (("route", ROUTES), ("kernels", KERNELS), ("numerics", NUMERICS), ("run_ahead", RUN_AHEAD)):
         value = getattr(options, name)
         if value not in choices:
             raise ValueError(f"{name} {value!r} is not one of {', '.join(choices)}")
@@ -212,6 +236,9 @@ def resolve_device(name: str) -> torch.device:
     device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UnsupportedModel(f"device {name!r} was asked for, but torch {torch.__version__} sees no CUDA GPU")
+    if device.index is not None:
+        # Kernels, streams and graphs are those of the thread's current device: the one that loads owns the engine.
+        torch.cuda.set_device(device)
     return device
 
 

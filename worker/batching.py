@@ -1,10 +1,14 @@
-"""From planned rows to the engine's packed batch; numpy does the per-token work."""
+"""From planned rows to the engine's packed batch; numpy does the per-token work.
+
+A row that is launched while its last token is still being chosen starts where its known tokens end: that token stands
+as 0 in the batch and is fed on the device (`launched_rows`).
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
-from engine.batch import Batch, Choices, DecodeRows
+from engine.batch import Batch, Choices, DecodeRows, LaunchedRows
 from worker.sequences import Sequence
 
 _ONE = np.ones(1, np.int64)
@@ -64,6 +68,11 @@ class RowPlan:
         self.only_chooses = sequence.params.only_chooses or not (samples or wants_prompt_logprobs)
         """its logits decide tokens by themselves, or with noise"""
 
+    @property
+    def is_fed(self) -> bool:
+        """Its one token is being chosen by a launched step. No longer so once that step has landed."""
+        return self.start >= len(self.sequence.tokens)
+
 
 def build_batch(plans: list[RowPlan], block_tables: np.ndarray, block_size: int) -> Batch:
     """Pack the rows, in their order; block_tables is the slot table's."""
@@ -72,7 +81,7 @@ def build_batch(plans: list[RowPlan], block_tables: np.ndarray, block_size: int)
     slots = np.array([plan.sequence.slot for plan in plans], np.int64)
     if all(plan.num_tokens == 1 and plan.num_logits == 1 for plan in plans):
         lengths = _ONE
-        token_ids = [plan.sequence.tokens[plan.start] for plan in plans]
+        token_ids = [0 if plan.is_fed else plan.sequence.tokens[plan.start] for plan in plans]
         positions, row_slots = starts, slots
         query_starts = np.arange(num_rows + 1, dtype=np.int32)
         logit_indices = np.arange(num_rows, dtype=np.int64)
@@ -82,7 +91,7 @@ def build_batch(plans: list[RowPlan], block_tables: np.ndarray, block_size: int)
         ends = np.cumsum(lengths)
         token_ids = []
         for plan in plans:
-            token_ids.extend(plan.sequence.tokens[plan.start : plan.start + plan.num_known])
+            token_ids.extend([0] if plan.is_fed else plan.sequence.tokens[plan.start : plan.start + plan.num_known])
             token_ids.extend(plan.draft)
         positions, row_slots = _ranges(starts, lengths), np.repeat(slots, lengths)
         query_starts = np.concatenate(([0], ends)).astype(np.int32)
@@ -119,11 +128,20 @@ def choices_of(plans: list[RowPlan]) -> Choices:
     choices = Choices([], [], [])
     for plan in plans:
         sequence, num_sampled = plan.sequence, plan.num_sampled
-        params, first = sequence.params, sequence.num_output
+        params, first = sequence.params, plan.start + plan.num_known - sequence.num_prompt
         choices.temperatures += [0.0 if params.greedy else params.temperature] * num_sampled
         choices.seeds += [sequence.choice_seed] * num_sampled
         choices.output_indices += range(first, first + num_sampled)
     return choices
+
+
+def launched_rows(plans: list[RowPlan], block_tables: np.ndarray, block_size: int) -> LaunchedRows:
+    """Rows that are all `only_chooses`, without drafts, some of them fed."""
+    batch = build_batch(plans, block_tables, block_size)
+    fed = [(first, plan.sequence.slot) for first, plan in zip(batch.query_starts, plans, strict=False) if plan.is_fed]
+    fed_at, fed_slots = np.array(fed, np.int64).reshape(-1, 2).T
+    slots = np.array([plan.sequence.slot for plan in plans if plan.samples], np.int64)
+    return LaunchedRows(batch, choices_of(plans), slots, fed_at, fed_slots)
 
 
 def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:

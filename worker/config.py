@@ -46,6 +46,12 @@ class WorkerConfig:
         "exact: equal bits in every batch; fast: on a GPU, library products whose bits depend on the batch",
         choices=("exact", "fast"),
     )
+    run_ahead: str = _setting(
+        "auto",
+        "whether steps are launched before the tokens of the one before are known; auto: on a GPU; on a CPU there is "
+        "nothing to gain",
+        choices=("auto", "on", "off"),
+    )
     kv_cache_gib: float = _setting(0.0, "KV memory; 0: sized from what is free", min=0.0)
     num_blocks: int = _setting(0, "KV blocks, instead of kv_cache_gib; 0: not set", min=0)
     block_size: int = _setting(16, "tokens per KV block", min=1)

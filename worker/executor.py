@@ -21,9 +21,10 @@ from typing import Protocol
 import torch
 
 from cluster.logs import event
-from engine.batch import ChoosingEngine, Engine
+from engine.batch import AheadEngine, ChoosingEngine, Engine
 from engine.sampler import SampleResult, SampleRow, sample, sampled_tokens
 from worker.batching import RowPlan, build_batch, choices_of, decode_rows
+from worker.run_ahead import RunAhead
 from worker.sequences import Sequence, SequenceTable
 from worker.settlement import Settlement
 from worker.steps import Step, StepOutcome
@@ -105,6 +106,8 @@ class Executor:
         self.sequences = sequences
         self.drafting = drafting
         self._chooser = engine if isinstance(engine, ChoosingEngine) and engine.chooses else None
+        self.ahead = RunAhead(self, engine, clock) if isinstance(engine, AheadEngine) and engine.runs_ahead else None
+        """how steps are launched, where the engine can; while some are in flight, nothing else here is called"""
         self._block_size = sequences.limits.block_size
         self._clock = clock
         self._failed_in_a_row = 0
@@ -118,20 +121,15 @@ class Executor:
         self._before_forward = before_forward
         began_s = self._clock()
         settlement = Settlement(step)
-        for slot in step.released_slots:
-            self.sequences.release(slot)
-            self.drafting.forget(slot)
-        for admission in step.admissions:
-            self.drafting.forget(admission.slot)
-            self.sequences.admit(admission)
+        self.apply_slots(step)
         speculative = any(step.max_draft_tokens) and not any(step.num_prefill_tokens)
         if speculative:
             self._wait_for_tails(step)
-        plans = self._plan(step, settlement)
+        plans = self.plan(step, settlement)
         self.drafting.flush()
         if plans:
             self._compute_all(plans, settlement)
-            self._tell_drafting(plans)
+            self.tell_drafting(plans)
         outcome = settlement.outcome(self._clock() - began_s)
         if speculative:
             self.drafting.learn(outcome)
@@ -146,7 +144,16 @@ class Executor:
 
     # ------------------------------------------------------------------------------------------------------ planning
 
-    def _plan(self, step: Step, settlement: Settlement) -> list[RowPlan]:
+    def apply_slots(self, step: Step) -> None:
+        """A step's releases, then its admissions."""
+        for slot in step.released_slots:
+            self.sequences.release(slot)
+            self.drafting.forget(slot)
+        for admission in step.admissions:
+            self.drafting.forget(admission.slot)
+            self.sequences.admit(admission)
+
+    def plan(self, step: Step, settlement: Settlement) -> list[RowPlan]:
         """The rows that have something to compute; failed and ended ones are settled here."""
         plans: list[RowPlan] = []
         seen: set[int] = set()
@@ -172,7 +179,9 @@ class Executor:
     def _plan_row(self, row: int, sequence: Sequence, num_prefill: int, max_draft: int) -> RowPlan | None:
         """What a row computes, clamped to what exists and to its blocks; None when that is nothing."""
         capacity = sequence.num_blocks * self._block_size
-        start, known = sequence.computed, len(sequence.tokens)
+        start, known = max(sequence.computed, sequence.launched), len(sequence.tokens) + sequence.awaited
+        if sequence.awaited and sequence.awaited >= sequence.tokens_left:
+            return None  # what is launched ends it
         wanted = known - start if num_prefill == 0 else min(num_prefill, known - start)
         num_known = min(wanted, capacity - start)
         if num_known < 1:
@@ -205,7 +214,7 @@ class Executor:
                 return draft[:index]
         return draft
 
-    def _tell_drafting(self, plans: list[RowPlan]) -> None:
+    def tell_drafting(self, plans: list[RowPlan]) -> None:
         """What the step made known, so that drafts grow until the next one."""
         for plan in plans:
             if plan.sequence.ended:
@@ -223,6 +232,20 @@ class Executor:
         self._failed_in_a_row = 0 if num_failed < len(plans) else self._failed_in_a_row + num_failed
         if self._failed_in_a_row >= BROKEN_AFTER:
             raise EngineBroken(f"the engine failed on {self._failed_in_a_row} rows in a row and on nothing else")
+
+    def settle(self, plans: list[RowPlan], settlement: Settlement, sampled: SampleResult) -> None:
+        """Rows that were launched, with their tokens."""
+        settlement.settle(plans, None, sampled)
+        if plans:
+            self._failed_in_a_row = 0
+
+    def compute_late(self, plans: list[RowPlan], settlement: Settlement) -> None:
+        """Compute and settle rows whose launch came to nothing; all before them is settled."""
+        if any(self.sequences.get(plan.sequence.slot) is not plan.sequence for plan in plans):
+            # Its block table is gone, so the row can't be computed again, and it is owed a token.
+            raise EngineBroken("the device failed on sequences that have left their slots since")
+        if plans:
+            self._compute_all(plans, settlement)
 
     def _compute(self, plans: list[RowPlan], settlement: Settlement) -> int:
         """Forward, sample and settle; on an exception, halve until the culprits stand alone. Returns how many do."""

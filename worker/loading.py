@@ -48,6 +48,7 @@ def _fake(config: WorkerConfig) -> Engine:
         step_ms=config.fake_step_ms,
         token_us=config.fake_token_us,
         vocab_size=facts.get("vocab_size", 260),
+        run_ahead=config.run_ahead == "on",
     )
 
 
@@ -71,6 +72,7 @@ def _transformers(config: WorkerConfig) -> Engine:
                 route=config.route,
                 kernels=config.kernels,
                 numerics=config.numerics,
+                run_ahead=config.run_ahead,
                 kv_cache_gib=config.kv_cache_gib or None,
                 num_blocks=config.num_blocks or None,
                 block_size=config.block_size,

@@ -65,6 +65,10 @@ class Sequence:
     ended: bool = False
     untold_finish: bool = False
     """it was admitted with no token left to emit, which its first row says"""
+    awaited: int = 0
+    """tokens that launched steps choose for it and that aren't known here yet; see worker/run_ahead.py"""
+    launched: int = 0
+    """tokens whose KV is valid once everything that is launched has run; counts where it is more than `computed`"""
     signed_seed: int = field(init=False)
     """choice_seed as a signed number of 64 bits"""
     longest: int = field(init=False)
@@ -211,6 +215,7 @@ class SequenceTable:
             assert 0 <= sequence.computed < sequence.known, sequence
             assert sequence.computed <= self.capacity(sequence), sequence
             assert sequence.num_output <= max(sequence.params.max_tokens, 0), sequence
+            assert sequence.awaited >= 0, sequence
 
     def _problem(self, admission: Admission) -> str:
         limits = self.limits

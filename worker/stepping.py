@@ -3,14 +3,17 @@
     submit(step) ──▶ queue (at most MAX_QUEUED) ──▶ Executor.run ──▶ on_outcome(outcome)
     loop thread                                     step thread      loop thread
 
-Step n + 1 starts after n has ended, never before. A step that has started always ends; queued ones can be dropped. When
-the engine is beyond repair, or the code is wrong, the thread ends with its error in `failed`.
+Step n + 1 starts after n has ended, or is put on the device behind it. A step that has started always ends; queued ones
+can be dropped. When the engine is beyond repair, or the code is wrong, the thread ends with its error in `failed`.
 
 Where the next step is there already, an outcome is told at the moment that this step enters the engine: both threads
 want the interpreter's lock, and the engine is where the step thread doesn't need it.
 
     step thread    … settle n │ plan n + 1 │ forward n + 1 ─────────────────────▶
     loop thread                            │ outcome n → StepResult → gRPC
+
+Where the engine runs ahead, steps are launched as they come and land when their tokens are there, which a thread of its
+own waits for (worker/run_ahead.py); the step thread sleeps between. What is called between steps lands them all first.
 """
 
 from __future__ import annotations
@@ -20,12 +23,15 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 from cluster.health import Progress
 from cluster.logs import event
 from worker.executor import Executor
+from worker.run_ahead import Launched, RunAhead
 from worker.steps import Step, StepOutcome
 
 logger = logging.getLogger(__name__)
@@ -56,6 +62,10 @@ class StepThread:
         self._last_step_s = 0.0
         self._owed: tuple[StepOutcome, int] | None = None
         """what the loop wasn't told yet; the step thread's own"""
+        self._in_flight: deque[tuple[Launched, int]] = deque()
+        """launched steps with their generations, oldest first; the step thread's own"""
+        self._watched: queue.SimpleQueue[Launched | None] | None = None
+        """what the watching thread waits for, one after the other; None before the first launch"""
         self.failed: asyncio.Future[BaseException] = self._loop.create_future()
         """resolves with what ended the thread, if anything but `stop` does"""
         self._thread = threading.Thread(target=self._run, name="step", daemon=True)
@@ -119,6 +129,7 @@ class StepThread:
         result: asyncio.Future[Any] = self._loop.create_future()
 
         def run() -> None:
+            self._land_all()
             self._tell_owed()
             try:
                 value = function()
@@ -131,24 +142,32 @@ class StepThread:
         return result
 
     def _run(self) -> None:
-        while True:
-            if self._jobs.empty():
-                self._tell_owed()
-            job = self._jobs.get()
-            if job is None:
-                self._tell_owed()
-                return
-            try:
+        try:
+            while True:
+                if self._jobs.empty():
+                    self._tell_owed()
+                job = self._jobs.get()
+                if job is None:
+                    self._land_all()
+                    self._tell_owed()
+                    return
                 job()
-            except BaseException as error:
-                self._tell_owed()
-                event(logger, "the step thread ended", level=logging.ERROR, error=error)
-                self._post(_resolve, self.failed, error, None)
-                return
+        except BaseException as error:
+            self._tell_owed()
+            event(logger, "the step thread ended", level=logging.ERROR, error=error)
+            self._post(_resolve, self.failed, error, None)
+        finally:
+            if self._watched is not None:
+                self._watched.put(None)
 
     def _run_step(self, step: Step, generation: int) -> None:
         if generation != self._generation or self._executor is None:
             return
+        ahead = self._executor.ahead
+        if ahead is not None and ahead.can_launch(step):
+            self._launch(ahead, step, generation)
+            return
+        self._land_all()
         self._progress.began(time.monotonic())
         try:
             outcome = self._executor.run(step, self._tell_owed)
@@ -157,6 +176,45 @@ class StepThread:
         self._last_step_s = outcome.duration_s
         self._tell_owed()  # a step that computed nothing
         self._owed = outcome, generation
+
+    def _launch(self, ahead: RunAhead, step: Step, generation: int) -> None:
+        if not self._in_flight:
+            self._progress.began(time.monotonic())
+        launched = ahead.launch(step)
+        self._tell_owed()
+        self._in_flight.append((launched, generation))
+        if self._watched is None:
+            self._watched = queue.SimpleQueue()
+            threading.Thread(target=self._watch, args=(self._watched,), name="tokens", daemon=True).start()
+        self._watched.put(launched)
+
+    def _watch(self, watched: queue.SimpleQueue[Launched | None]) -> None:
+        """On a thread of its own: the step thread learns of each launched step's tokens as of any other job."""
+        while (launched := watched.get()) is not None:
+            launched.wait()
+            self._jobs.put(partial(self._land, launched))
+
+    def _land(self, launched: Launched) -> None:
+        """Land the oldest step if it is this one: it may have landed already."""
+        if self._in_flight and self._in_flight[0][0] is launched:
+            self._land_oldest()
+
+    def _land_all(self) -> None:
+        while self._in_flight:
+            self._land_oldest()
+
+    def _land_oldest(self) -> None:
+        _, generation = self._in_flight.popleft()
+        assert self._executor is not None
+        assert self._executor.ahead is not None
+        try:
+            outcome = self._executor.ahead.land()
+        finally:
+            self._progress.ended()
+            if self._in_flight:
+                self._progress.began(time.monotonic())
+        self._last_step_s = outcome.duration_s
+        self._post(self._deliver, outcome, generation)
 
     def _tell_owed(self) -> None:
         if self._owed is not None:

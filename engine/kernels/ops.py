@@ -21,7 +21,7 @@ implementation's own affair.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -220,4 +220,13 @@ class Ops(Protocol):
         (l − max l) / T + g, g from `engine.noise` with keys int64 [L, 2] = noise.row_key; T = 0: g = 0, no division.
         -1 where the highest logit isn't finite or a logit is NaN.
         """
+        ...
+
+
+@runtime_checkable
+class DeviceChooser(Protocol):
+    """Operations whose choice of tokens can stay on a device that isn't the host."""
+
+    def choose_on_device(self, logits: torch.Tensor, temperatures: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """As `Ops.choose`, with all arguments and the result on the device, and nothing waited for."""
         ...

@@ -283,14 +283,14 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "step-plans-share-their-memory",
-        "engine/step_plan.py",
+        "engine/staging.py",
         "cycle((_Buffers(device), _Buffers(device)))",
         "cycle((_Buffers(device),))",
         ("tests/engine/test_step_plan.py",),
     ),
     Mutant(
         "step-plan-arrays-overlap",
-        "engine/step_plan.py",
+        "engine/staging.py",
         "size += -(-array.size // self._align) * self._align",
         "size += array.size // self._align * self._align",
         ("tests/engine/test_step_plan.py",),

@@ -98,34 +98,47 @@ class Rig:
         reserve: bool = True,
     ) -> StepOutcome:
         """Run one step; rows are (slot, num_prefill_tokens, max_draft_tokens), blocks are added as they need."""
+        step = self.planned(rows, admissions=admissions, released=released, reserve=reserve)
+        return self.taken(self.executor.run(step))
+
+    def taken(self, outcome: StepOutcome) -> StepOutcome:
+        """An outcome is the next one."""
+        self.executor.sequences.check_integrity()
+        self.outcomes.append(outcome)
+        return outcome
+
+    def planned(
+        self,
+        rows: Iterable[tuple[int, int, int]] = (),
+        *,
+        admissions: Iterable[Admission] = (),
+        released: Iterable[int] = (),
+        reserve: bool = True,
+    ) -> Step:
+        """The step that `step` would run."""
         admissions, rows = list(admissions), list(rows)
         new_counts, new_ids = [], []
         known = {a.slot: len(a.token_ids) for a in admissions}
         for slot, _, max_draft in rows:
             sequence = self.executor.sequences.get(slot)
-            length = known.get(slot, sequence.known if sequence else 0)
+            length = known.get(slot, sequence.known + sequence.awaited if sequence else 0)
             wanted = -(-(length + max_draft) // self.limits.block_size) if reserve else 0
             count = max(0, wanted - self.blocks.get(slot, 0))
             new_counts.append(count)
             new_ids += self.take_blocks(count)
             self.blocks[slot] = self.blocks.get(slot, 0) + count
-        outcome = self.executor.run(
-            Step(
-                term=1,
-                epoch=1,
-                number=next(self.numbers),
-                released_slots=list(released),
-                admissions=admissions,
-                slots=[row[0] for row in rows],
-                num_prefill_tokens=[row[1] for row in rows],
-                max_draft_tokens=[row[2] for row in rows],
-                num_new_blocks=new_counts,
-                new_block_ids=new_ids,
-            )
+        return Step(
+            term=1,
+            epoch=1,
+            number=next(self.numbers),
+            released_slots=list(released),
+            admissions=admissions,
+            slots=[row[0] for row in rows],
+            num_prefill_tokens=[row[1] for row in rows],
+            max_draft_tokens=[row[2] for row in rows],
+            num_new_blocks=new_counts,
+            new_block_ids=new_ids,
         )
-        self.executor.sequences.check_integrity()
-        self.outcomes.append(outcome)
-        return outcome
 
     def output(self, slot: int) -> list[int]:
         sequence = self.executor.sequences.get(slot)

@@ -17,6 +17,8 @@ from worker.steps import Step, StepOutcome
 class GatedExecutor:
     """Each run waits for a permit."""
 
+    ahead = None
+
     def __init__(self) -> None:
         self.permits = threading.Semaphore(0)
         self.entered: list[int] = []
