@@ -15,6 +15,12 @@ from tests.scheduler.peers import Gateway, Served, Worker, submit
 from tests.scheduler.test_service import EXPECTED, holder, until
 
 
+@pytest.fixture
+def settings() -> SchedulerConfig:
+    """A lost gateway's requests stay until another one takes them over, however late this machine is."""
+    return SchedulerConfig(port=0, session_grace_s=60)
+
+
 async def crash(served: Served, gateway: Gateway, worker_id: str) -> int:
     """A worker takes a step and dies; the count that the gateway is told."""
     worker = await served.worker(worker_id, run=False)
