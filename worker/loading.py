@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from cluster.logs import event
-from engine.batch import Engine
+from engine.batch import AheadEngine, Engine
 from engine.errors import ModelError
 from worker.config import WorkerConfig
 from worker.progress import LoadingProgress
@@ -32,6 +32,7 @@ def load_engine(config: WorkerConfig) -> Engine:
         blocks=info.num_blocks,
         block_size=info.block_size,
         max_model_len=info.max_model_len,
+        runs_ahead=isinstance(engine, AheadEngine) and engine.runs_ahead,
     )
     return engine
 
