@@ -20,6 +20,13 @@ PROPOSERS: tuple[Mutant, ...] = (
         ("tests/draft_worker/test_suffix_index.py",),
     ),
     Mutant(
+        "round-keeps-anothers-blocks",
+        "draft_worker/round_inputs.py",
+        "start = count if whose is block_ids else 0",
+        "start = count",
+        ("tests/draft_worker/test_round_inputs.py",),
+    ),
+    Mutant(
         "tenants-share-a-memory",
         "draft_worker/ngram_proposer.py",
         "self.memory.find(mirror.tenant, suffix",
