@@ -1,17 +1,12 @@
 """The memory that keys and values live in on the transformers route, and how much of it there is on any.
 
-A token's place is its slot, block_id * block_size + offset. A layer's memory is one of two kinds:
-
-    C++      a CppCache, where the kernels run and can serve the layer's heads    (engine/kernels/cpp_attention.py)
-    torch    two tensors [num_blocks, kv_heads, block_size, head_dim]: a head's part of a block is one run of memory,
-             and attention, which wants runs of one head's keys, gathers them in a single pass
-
-Blocks start as zeros, and what is written is finite, so that a masked key's weight of 0 times whatever an earlier owner
-left behind is 0. Both kinds take the same number of bytes.
+A token's place is its slot, block_id * block_size + offset. A layer's memory is a CppCache where the C++ kernels run
+and can serve its heads, and a TorchCache elsewhere; both take the same number of bytes.
 """
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +16,7 @@ from engine.errors import OutOfMemory
 from engine.kernels import cpp_attention
 from engine.kernels.cpp_attention import CppCache
 from engine.kernels.ops import HeadShape
-from engine.kernels.pages import zero_pages
+from engine.kernels.torch_attention import TorchCache
 
 GIB = 1 << 30
 
@@ -39,72 +34,28 @@ class LayerShape:
     value_dim: int
 
 
-class KvCache:
-    """Keys and values of every layer; `write` and `read` are for those in `torch_layers`."""
-
-    def __init__(
-        self,
-        layers: dict[int, LayerShape],
-        num_blocks: int,
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        level: str | None = None,
-    ) -> None:
-        """`level`: that of the C++ kernels, whose operations are loaded; None: torch for every layer."""
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        self.level = level
-        self.cpp: dict[int, CppCache] = {}
-        """the layers that the C++ kernels serve"""
-        self._keys: dict[int, torch.Tensor] = {}
-        self._values: dict[int, torch.Tensor] = {}
-        for layer, shape in layers.items():
-            if level is not None and (memory := _cpp_memory(shape, num_blocks, block_size, dtype)):
-                self.cpp[layer] = memory
-                continue
-            size = (num_blocks, shape.kv_heads, block_size)
-            self._keys[layer] = _zeros((*size, shape.key_dim), dtype, device)
-            self._values[layer] = _zeros((*size, shape.value_dim), dtype, device)
-
-    @property
-    def torch_layers(self) -> set[int]:
-        return set(self._keys)
-
-    def write(self, layer: int, places: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """places int64 [T * kv_heads], from `places`; keys [T, kv_heads, key_dim]; values [T, kv_heads, value_dim]."""
-        self._keys[layer].flatten(0, 2).index_copy_(0, places, keys.flatten(0, 1))
-        # A sequence that overflowed keeps its fault to itself: 0 × inf would be NaN in the next owner of the block.
-        self._values[layer].flatten(0, 2).index_copy_(0, places, torch.nan_to_num(values).flatten(0, 1))
-
-    def read(self, layer: int, runs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """runs int64 [n], each block_id * kv_heads + head → copies: keys [n, block_size * key_dim], values alike."""
-        keys, values = self._keys[layer].flatten(0, 1).flatten(1), self._values[layer].flatten(0, 1).flatten(1)
-        return keys.index_select(0, runs), values.index_select(0, runs)
+Cache = CppCache | TorchCache
 
 
-def places(slots: torch.Tensor, kv_heads: int, block_size: int) -> torch.Tensor:
-    """slots int64 [T] → each (token, head)'s row in a layer's memory seen as [rows, dim], int64 [T * kv_heads]."""
-    blocks, offsets = slots // block_size, slots % block_size
-    heads = torch.arange(kv_heads, device=slots.device)
-    return ((blocks[:, None] * kv_heads + heads) * block_size + offsets[:, None]).view(-1)
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    return zero_pages(shape, dtype)
-
-
-def _cpp_memory(shape: LayerShape, num_blocks: int, block_size: int, dtype: torch.dtype) -> CppCache | None:
-    """None where the kernels can't serve such a layer."""
-    if shape.key_dim != shape.value_dim:
-        return None
-    try:
+def make_caches(
+    layers: dict[int, LayerShape],
+    num_blocks: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    level: str | None = None,
+) -> dict[int, Cache]:
+    """Each layer's memory. `level`: that of the C++ kernels, whose operations are loaded; None: torch for all."""
+    caches: dict[int, Cache] = {}
+    for layer, shape in layers.items():
         heads = HeadShape(shape.kv_heads, shape.kv_heads, shape.key_dim)
-        return cpp_attention.make_cache(num_blocks, block_size, heads, dtype)
-    except ValueError:
-        return None
+        if level is not None and shape.key_dim == shape.value_dim:
+            # A ValueError: the kernels can't serve such a layer.
+            with contextlib.suppress(ValueError):
+                caches[layer] = cpp_attention.make_cache(num_blocks, block_size, heads, dtype)
+                continue
+        caches[layer] = TorchCache(num_blocks, block_size, heads, dtype, device, shape.value_dim)
+    return caches
 
 
 def bytes_per_block(layers: dict[int, LayerShape], block_size: int, dtype: torch.dtype) -> int:

@@ -46,61 +46,58 @@ def padded_rows(num_rows: int) -> int:
     return max(1, -(-num_rows // TILE_ROWS)) * TILE_ROWS
 
 
-def _pad_rows(rows: torch.Tensor, num_padded: int) -> torch.Tensor:
-    """rows [n, K] with zero rows added up to num_padded."""
-    if rows.shape[0] == num_padded:
-        return rows.contiguous()
-    padded = rows.new_zeros((num_padded, rows.shape[1]))
-    padded[: rows.shape[0]] = rows
-    return padded
+class _Tiled(nn.Module):
+    """What tiled layers share: the parameters of the layer that they replace, and how rows become tiles."""
 
-
-class TiledLinear(nn.Module):
-    """`nn.Linear` over row tiles; shares the parameters of the layer it replaces."""
-
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, layer: nn.Module, in_features: int, out_features: int) -> None:
         super().__init__()
-        self.weight = linear.weight
-        self.bias = linear.bias
-        self.in_features = linear.in_features
-        self.out_features = linear.out_features
+        self.weight: torch.Tensor = layer.weight  # type: ignore[assignment]
+        self.bias: torch.Tensor | None = layer.bias  # type: ignore[assignment]
+        self.in_features = in_features
+        self.out_features = out_features
+
+    def _padded(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., in_features] → its rows [multiple of TILE_ROWS, in_features], zero rows behind them."""
+        rows = x.reshape(x.shape[:-1].numel(), self.in_features)
+        num_padded = padded_rows(len(rows))
+        if num_padded == len(rows):
+            return rows.contiguous()
+        padded = rows.new_zeros((num_padded, self.in_features))
+        padded[: len(rows)] = rows
+        return padded
+
+
+class TiledLinear(_Tiled):
+    """`nn.Linear` over row tiles, or GPT-2's `Conv1D`, which stores its weight [in, out]."""
+
+    stored_in_out = False
+
+    @classmethod
+    def of_linear(cls, linear: nn.Linear) -> TiledLinear:
+        return cls(linear, linear.in_features, linear.out_features)
+
+    @classmethod
+    def of_conv1d(cls, layer: nn.Module) -> TiledLinear:
+        in_features, out_features = layer.weight.shape  # type: ignore[misc]
+        tiled = cls(layer, in_features, out_features)
+        tiled.stored_in_out = True
+        return tiled
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in_features] → [..., out_features]."""
-        num_rows = x.shape[:-1].numel()
-        rows = _pad_rows(x.reshape(num_rows, self.in_features), padded_rows(num_rows))
-        out = rows.new_empty((rows.shape[0], self.out_features))
-        transposed = self.weight.t()
-        for start in range(0, rows.shape[0], TILE_ROWS):
+        rows = self._padded(x)
+        out = rows.new_empty((len(rows), self.out_features))
+        weight = self.weight if self.stored_in_out else self.weight.t()
+        for start in range(0, len(rows), TILE_ROWS):
             tile = slice(start, start + TILE_ROWS)
             if self.bias is None:
-                torch.mm(rows[tile], transposed, out=out[tile])
+                torch.mm(rows[tile], weight, out=out[tile])
             else:
-                torch.addmm(self.bias, rows[tile], transposed, out=out[tile])
-        return out[:num_rows].view(*x.shape[:-1], self.out_features)
+                torch.addmm(self.bias, rows[tile], weight, out=out[tile])
+        return out[: x.shape[:-1].numel()].view(*x.shape[:-1], self.out_features)
 
 
-class TiledConv1D(nn.Module):
-    """GPT-2's `Conv1D`, a linear layer with its weight stored [in, out], over row tiles."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.weight: torch.Tensor = layer.weight  # type: ignore[assignment]
-        self.bias: torch.Tensor = layer.bias  # type: ignore[assignment]
-        self.nf = layer.nf
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., in] → [..., out]."""
-        num_rows = x.shape[:-1].numel()
-        rows = _pad_rows(x.reshape(num_rows, x.shape[-1]), padded_rows(num_rows))
-        tiles = [
-            torch.addmm(self.bias, rows[start : start + TILE_ROWS], self.weight)
-            for start in range(0, rows.shape[0], TILE_ROWS)
-        ]
-        return torch.cat(tiles)[:num_rows].view(*x.shape[:-1], self.weight.shape[1])
-
-
-class TiledHead(nn.Module):
+class TiledHead(_Tiled):
     """The output embedding: row tiles in, float32 logits out.
 
     The weights stay in the model's dtype. A slice of them at a time is widened, which is exact, so that the products
@@ -108,18 +105,13 @@ class TiledHead(nn.Module):
     """
 
     def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.weight = linear.weight
-        self.bias = linear.bias
-        self.in_features = linear.in_features
-        self.out_features = linear.out_features
+        super().__init__(linear, linear.in_features, linear.out_features)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in_features] → float32 [..., out_features]."""
-        num_rows = x.shape[:-1].numel()
-        out = torch.empty((num_rows, self.out_features), dtype=torch.float32, device=x.device)
-        if num_rows:
-            self._project(_pad_rows(x.reshape(num_rows, self.in_features).float(), padded_rows(num_rows)), out)
+        out = torch.empty((x.shape[:-1].numel(), self.out_features), dtype=torch.float32, device=x.device)
+        if len(out):
+            self._project(self._padded(x.float()), out)
             if self.bias is not None:
                 out += self.bias.float()
         return out.view(*x.shape[:-1], self.out_features)
@@ -163,9 +155,9 @@ def _replacement(module: nn.Module, head: nn.Module, on_cpu: bool, level: str | 
     if module is head:
         return TiledHead(module) if level is None else PackedHead(module, level)  # type: ignore[arg-type]
     if isinstance(module, nn.Linear):
-        return TiledLinear(module) if level is None else PackedLayer.of_linear(module, level)
+        return TiledLinear.of_linear(module) if level is None else PackedLayer.of_linear(module, level)
     if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):
-        return TiledConv1D(module) if level is None else PackedLayer.of_conv1d(module, level)
+        return TiledLinear.of_conv1d(module) if level is None else PackedLayer.of_conv1d(module, level)
     if isinstance(module, _ACTIVATIONS) or type(module).__module__ == "transformers.activations":
         return TiledActivation(module)
     if not on_cpu and "norm" in type(module).__name__.lower():
@@ -212,7 +204,7 @@ def _tied_replacements(model: nn.Module, head: nn.Module, level: str) -> dict[in
 
 def multiplies_elsewhere(model: nn.Module) -> bool:
     """Whether a layered model (after `tile_layers`) holds weights that something else than its products uses."""
-    own = (TiledLinear, TiledConv1D, TiledHead, nn.Embedding)
+    own = (TiledLinear, TiledHead, nn.Embedding)
     return any(
         parameter.dim() > 1
         for module in model.modules()

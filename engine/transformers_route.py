@@ -7,15 +7,17 @@ import torch
 import transformers
 
 from engine.attention import PagedStep
-from engine.attention_plan import KEY_TILE, QUERY_BLOCK, AttentionPlan
 from engine.batch import Batch
+from engine.kernels.cpp_attention import CppCache
 from engine.kernels.cpp_ops import fingerprint as kernels_fingerprint
+from engine.kernels.torch_attention import KEY_TILE, QUERY_BLOCK
 from engine.kernels.torch_tiles import PRODUCTS_PER_GROUP
-from engine.kv_cache import KvCache
+from engine.kv_cache import Cache, make_caches
 from engine.loading import ModelFacts
 from engine.model import TiledModel, load_transformers_model
 from engine.packed_linear import packed_level
 from engine.progress import Progress
+from engine.step_plan import StepPlanBuilder
 
 
 class TransformersModel:
@@ -38,31 +40,28 @@ class TransformersModel:
             f"route=transformers products={self._model.products} "
             f"device={_place(device)} torch={torch.__version__} transformers={transformers.__version__}"
         )
-        self._max_kv_heads = max(shape.kv_heads for shape in self.layers.values())
-        self._block_size = 0
+        self._plans = StepPlanBuilder(device)
+        self._level = packed_level(device, dtype)
+        self._caches: dict[int, Cache] = {}
 
     def allocate(self, num_blocks: int, block_size: int) -> None:
-        """Raises ValueError for a block size that attention doesn't take."""
-        if KEY_TILE % block_size:
-            raise ValueError(f"block_size {block_size} must divide {KEY_TILE}")
-        self._block_size = block_size
-        level = packed_level(self.device, self.dtype)
-        self._cache = KvCache(self.layers, num_blocks, block_size, self.dtype, self.device, level)
-        if level is not None and self._cache.cpp:
-            self.fingerprint += f" attention={kernels_fingerprint(level)}"
-        if self._cache.torch_layers:
-            self.fingerprint += f" attention={QUERY_BLOCK}x{KEY_TILE}x{PRODUCTS_PER_GROUP}"
+        """Raises ValueError for sizes that can't be served."""
+        self._caches = make_caches(self.layers, num_blocks, block_size, self.dtype, self.device, self._level)
+        in_cpp = [isinstance(cache, CppCache) for cache in self._caches.values()]
+        if self._level is not None and any(in_cpp):
+            self.fingerprint += f" attention={kernels_fingerprint(self._level)}"
+        if not all(in_cpp):
+            self.fingerprint += f" attention=torch-{QUERY_BLOCK}x{KEY_TILE}x{PRODUCTS_PER_GROUP}"
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """float32 logits [L, vocab_size]."""
         num_padded = self._model.num_rows(len(batch.token_ids))
-        plan = AttentionPlan(batch, num_padded, self._block_size, self._max_kv_heads, self.device)
         return self._model.forward(
             torch.from_numpy(_padded(batch.token_ids, num_padded)).to(self.device),
             torch.from_numpy(_padded(batch.positions, num_padded)).to(self.device),
             torch.from_numpy(np.ascontiguousarray(batch.logit_indices, dtype=np.int64)).to(self.device),
             int(batch.positions.max()),
-            PagedStep(plan, self._cache),
+            PagedStep(self._plans.build(batch), self._caches, self._level),
         )
 
 

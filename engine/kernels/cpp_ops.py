@@ -6,6 +6,8 @@ takes about two microseconds. What can be checked is checked there, in csrc/*_op
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from engine.kernels import cpp_attention, cpp_choose, cpp_linear, cpp_screen
@@ -49,6 +51,8 @@ class CppOps:
         cpp_choose.load_operations()
         cpp_screen.load_operations()
         self._choose = cpp_choose.CppChoose(self.level).choose
+        self.choose_head = partial(cpp_screen.choose_head, self._level)
+        """`linear` and `choose` in one"""
         ops = torch.ops.tandem
         self._embed = ops.embed.default
         self._rms_norm = ops.rms_norm.default
@@ -144,36 +148,6 @@ class CppOps:
 
     def choose(self, logits: torch.Tensor, temperatures: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         return self._choose(logits, temperatures, keys)
-
-    def choose_head(
-        self,
-        x: torch.Tensor,
-        weight: PackedLinear,
-        screen: torch.Tensor | None,
-        scale: float,
-        softcap: float,
-        temperatures: torch.Tensor,
-        keys: torch.Tensor,
-        num_skipped: torch.Tensor,
-        logits: torch.Tensor,
-        token_ids: torch.Tensor,
-        most_rows: int = cpp_screen.MOST_ROWS,
-    ) -> None:
-        """`linear` and `choose` in one, into token_ids int64 [L]: see `cpp_screen.choose_head`."""
-        cpp_screen.choose_head(
-            self._level,
-            x,
-            weight,
-            screen,
-            scale,
-            softcap,
-            temperatures,
-            keys,
-            num_skipped,
-            logits,
-            token_ids,
-            most_rows,
-        )
 
 
 def _own(cache: LayerCache) -> CppCache:

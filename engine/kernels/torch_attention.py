@@ -1,8 +1,8 @@
 """Paged attention in plain torch: keys and values of a layer, and what queries make of them.
 
-**Memory.** Two tensors [num_blocks, kv_heads, block_size, head_dim]: a head's part of a block is one run of memory.
-Blocks start as zeros and only finite values are written, so a hidden key's weight of 0 times what an earlier owner left
-behind is 0.
+**Memory.** Two tensors [num_blocks, kv_heads, block_size, head_dim], where values may have a width of their own: a
+head's part of a block is one run of memory. Blocks start as zeros and only finite values are written, so a hidden key's
+weight of 0 times what an earlier owner left behind is 0.
 
 **Pieces.** Tokens of one row that follow each other form query blocks of at most QUERY_BLOCK; keys come in tiles of
 KEY_TILE positions, aligned to the sequence's start. A piece is one query block against one tile:
@@ -26,10 +26,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import gcd
 
-import numpy as np
 import torch
 
 from engine.kernels.ops import AttentionRule, HeadShape, StepPlan
+from engine.kernels.pages import zero_pages
 from engine.kernels.torch_tiles import PRODUCTS_PER_GROUP, apply, grouped_products, row_sums, softcapped
 
 QUERY_BLOCK = 8
@@ -45,8 +45,15 @@ class TorchCache:
     """Keys and values of one layer."""
 
     def __init__(
-        self, num_blocks: int, block_size: int, heads: HeadShape, dtype: torch.dtype, device: torch.device
+        self,
+        num_blocks: int,
+        block_size: int,
+        heads: HeadShape,
+        dtype: torch.dtype,
+        device: torch.device,
+        value_dim: int | None = None,
     ) -> None:
+        """value_dim: elements of a head's value; None: as many as of its key."""
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"a cache of {num_blocks} blocks of {block_size} tokens can't be served")
         if heads.num_heads % heads.kv_heads:
@@ -54,12 +61,12 @@ class TorchCache:
         self.block_size = block_size
         self.run = gcd(block_size, KEY_TILE)
         """keys fetched at a time: a piece of a block that lies in one tile"""
-        shape = (num_blocks, heads.kv_heads, block_size, heads.head_dim)
-        self.keys = _zeros(shape, dtype, device)
-        self.values = _zeros(shape, dtype, device)
+        shape = (num_blocks, heads.kv_heads, block_size)
+        self.keys = _zeros((*shape, heads.head_dim), dtype, device)
+        self.values = _zeros((*shape, value_dim or heads.head_dim), dtype, device)
 
     def write(self, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """slots int64 [T]; keys and values float32 [T, kv_heads, head_dim]."""
+        """slots int64 [T]; keys [T, kv_heads, head_dim] and values of any float dtype. What isn't finite becomes 0."""
         blocks, offsets = slots // self.block_size, slots % self.block_size
         for memory, new in ((self.keys, keys), (self.values, values)):
             memory[blocks, :, offsets] = torch.nan_to_num(new.to(memory.dtype), nan=0.0, posinf=0.0, neginf=0.0)
@@ -68,20 +75,17 @@ class TorchCache:
         """runs int64 [n, KEY_TILE / run], each (block * kv_heads + head) * runs per block + index → float32 copies
         [n, KEY_TILE, head_dim].
         """
-        head_dim = self.keys.shape[-1]
-        keys, values = (
-            memory.view(-1, self.run * head_dim).index_select(0, runs.view(-1)).float().view(-1, KEY_TILE, head_dim)
-            for memory in (self.keys, self.values)
-        )
-        return keys, values
+        return self._read(self.keys, runs), self._read(self.values, runs)
+
+    def _read(self, memory: torch.Tensor, runs: torch.Tensor) -> torch.Tensor:
+        width = memory.shape[-1]
+        return memory.view(-1, self.run * width).index_select(0, runs.view(-1)).float().view(-1, KEY_TILE, width)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # numpy's zeros are pages that the system hands out at first touch: a big pool costs nothing at start.
-    num_bytes = int(np.prod(shape)) * dtype.itemsize
-    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
+    return zero_pages(shape, dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +196,7 @@ class QueryBlocks:
 def attend(
     queries: torch.Tensor, heads: HeadShape, rule: AttentionRule, blocks: QueryBlocks, cache: TorchCache
 ) -> torch.Tensor:
-    """queries [T, num_heads, head_dim], T > 0 → float32 [T, num_heads * head_dim]."""
+    """queries [T, num_heads, head_dim], T > 0 → float32 [T, num_heads * value_dim]."""
     group = heads.num_heads // heads.kv_heads
     # [blocks, kv_heads, QUERY_BLOCK * group, head_dim]: places and heads that share a KV head are a product's rows
     rows = queries[blocks.tokens].float().mul_(rule.scale)
@@ -200,7 +204,7 @@ def attend(
     rows = rows.reshape(-1, heads.kv_heads, QUERY_BLOCK * group, heads.head_dim)
     waves = blocks.waves(rule.window, heads.kv_heads)
     out = torch.cat([_attend_wave(wave, rows[wave.blocks], rule, cache) for wave in waves])
-    # [blocks, kv_heads, QUERY_BLOCK, group, head_dim] → [T, num_heads * head_dim]
+    # [blocks, kv_heads, QUERY_BLOCK, group, value_dim] → [T, num_heads * value_dim]
     return out.transpose(1, 2).reshape(len(blocks.real), -1)[blocks.real]
 
 

@@ -163,20 +163,7 @@ class Sequence:
         self.arrival = (request.arrival, choice)
         self.state = State.WAITING
         self.limit: int | None = None if spec.max_tokens is None else self.num_prompt + spec.max_tokens
-        # What a worker holds of it.
-        self.worker_id: str | None = None
-        self.slot: int | None = None
-        self.blocks: list[int] = []
-        self.block_hashes: list[bytes] = []
-        self.block_size = 0
-        self.capacity = 0
-        self.register_at = 0
-        self.computed = 0
-        self.planned = 0
-        self.prefill_end = 0
-        self.horizon = len(self.token_ids)
-        self.in_flight = 0
-        self.sampling_in_flight = 0
+        self.forget_placement()
         # Its history.
         self.fingerprint: str | None = None
         self.started = False
@@ -226,11 +213,11 @@ class Sequence:
         self.state = state
 
     def forget_placement(self) -> None:
-        """Back to holding nothing on any worker. The caller has returned blocks and slot."""
-        self.worker_id = None
-        self.slot = None
-        self.blocks = []
-        self.block_hashes = []
+        """Hold nothing on any worker, as at first. The caller has returned blocks and slot."""
+        self.worker_id: str | None = None
+        self.slot: int | None = None
+        self.blocks: list[int] = []
+        self.block_hashes: list[bytes] = []
         self.block_size = 0
         self.capacity = 0
         self.register_at = 0

@@ -21,6 +21,7 @@ from cluster import errors
 from cluster.channel import connect
 from scheduler.config import SchedulerConfig
 from tests.cases.cell import ForcedEngine, WholeCell, whole_cell
+from tests.chaos.lag import measuring
 from tests.integration.harness import MODEL, Cluster, expected_tokens, receive, request, running
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -52,7 +53,7 @@ async def read_to_end(call: Any) -> None:
 async def refusal(call: Any) -> errors.TandemError:
     """The error that ends a stream; it must come by itself."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await asyncio.wait_for(read_to_end(call), 20)
+        await asyncio.wait_for(read_to_end(call), 60)
     return errors.from_rpc_error(caught.value)
 
 
@@ -71,24 +72,26 @@ async def test_case_72_without_a_worker_health_says_so_and_streams_end_unavailab
     assert (await watch.read()).status == SERVING
     stream = stub.GenerateStream(request("a long one", 3000))
     assert (await stream.read()).deltas
-    cluster.processes["worker-0"].signal(fault)
-    began = time.perf_counter()
-    assert (await asyncio.wait_for(watch.read(), 10)).status == NOT_SERVING
-    told_s = time.perf_counter() - began
-    assert told_s < seconds
-    for service in SERVICES:
-        assert (await health.Check(health_pb2.HealthCheckRequest(service=service))).status == NOT_SERVING
-    assert (await stub.GetModel(generation_pb2.GetModelRequest(model=MODEL))).model.workers == 0
-    late = asyncio.ensure_future(refusal(stub.GenerateStream(request("a late one", 10))))
-    error = await refusal(stream)
-    ended_s = time.perf_counter() - began
-    assert isinstance(error, errors.Unavailable)
-    assert error.retry_after_s > 0
-    assert CAPACITY_WAIT_S - 0.1 < ended_s < told_s + CAPACITY_WAIT_S + 4.0
-    assert isinstance(await late, errors.Unavailable)
+    async with measuring() as lag:
+        cluster.processes["worker-0"].signal(fault)
+        began = time.monotonic()
+        assert (await asyncio.wait_for(watch.read(), 60)).status == NOT_SERVING
+        told = time.monotonic()
+        assert told - began < seconds + lag.between(began, told)
+        for service in SERVICES:
+            assert (await health.Check(health_pb2.HealthCheckRequest(service=service))).status == NOT_SERVING
+        assert (await stub.GetModel(generation_pb2.GetModelRequest(model=MODEL))).model.workers == 0
+        late = asyncio.ensure_future(refusal(stub.GenerateStream(request("a late one", 10))))
+        error = await refusal(stream)
+        ended = time.monotonic()
+        assert isinstance(error, errors.Unavailable)
+        assert error.retry_after_s > 0
+        assert ended - began > CAPACITY_WAIT_S - 0.1
+        assert ended - told < CAPACITY_WAIT_S + 4.0 + lag.between(told, ended)
+        assert isinstance(await late, errors.Unavailable)
     await cluster.assert_baseline()
     await cluster.restore(workers=1)
-    assert (await asyncio.wait_for(watch.read(), 10)).status == SERVING
+    assert (await asyncio.wait_for(watch.read(), 60)).status == SERVING
     assert (await receive(stub.GenerateStream(request("again", 5)))).tokens[0] == expected_tokens(list(b"again"), 5)
     watch.cancel()
     await channel.close()

@@ -120,9 +120,11 @@ async def test_case_50_a_deadline_is_kept_while_the_job_before_hangs(folder: Pat
         cell.engine.hold()
         long = asyncio.ensure_future(receive(cell.stub.GenerateStream(request("long", 40))))
         await until(cell.engine.entered.is_set)
-        waits = [await _until_deadline(cell, handle) for handle in (1, 2, 3)]
-        assert min(waits) >= 0.049
-        assert min(waits) < 0.1, "it was told at a tick, or when something else happened"
+        # A busy machine delays some answers; what tells at a tick, or when something else happens, delays them all.
+        waits: list[float] = []
+        while not waits or (min(waits) >= 0.1 and len(waits) < 50):
+            waits.append(await _until_deadline(cell, len(waits) + 1))
+        assert 0.049 <= min(waits) < 0.1
         cell.engine.release()
         assert (await long).tokens[0] == expected_tokens(list(b"long"), 40)
         assert cell.engine.rows[10] == 0

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from engine.attention import PagedStep
-from engine.attention_plan import AttentionPlan
 from engine.batch import Batch, pad_tables
 from engine.kernels import build
-from engine.kv_cache import KvCache, LayerShape
+from engine.kernels.cpp_attention import CppCache
+from engine.kv_cache import LayerShape, make_caches
+from engine.step_plan import StepPlanBuilder
 
 HEADS, KV_HEADS, KEY_DIM = 6, 2, 24
 SCALING = 0.37
@@ -53,8 +54,8 @@ def test_against_dense_float64(level, value_dim, window, softcap, with_sinks):
     torch.manual_seed(1)
     block_size, num_blocks = 8, 120
     layers = {4: LayerShape(KV_HEADS, KEY_DIM, value_dim)}
-    cache = KvCache(layers, num_blocks, block_size, torch.float32, CPU, level)
-    assert (4 in cache.cpp) == (level is not None and value_dim == KEY_DIM)
+    caches = make_caches(layers, num_blocks, block_size, torch.float32, CPU, level)
+    assert isinstance(caches[4], CppCache) == (level is not None and value_dim == KEY_DIM)
     free = list(range(num_blocks))
     draw.shuffle(free)
     sinks = torch.randn(HEADS, dtype=torch.float64) if with_sinks else None
@@ -88,8 +89,7 @@ def test_against_dense_float64(level, value_dim, window, softcap, with_sinks):
             torch.nn.functional.pad(torch.cat(part, dim=1), (0, 0, 0, padding))[None].float()
             for part in (query, keys, values)
         )
-        plan = AttentionPlan(batch, len(places) + padding, block_size, KV_HEADS, CPU)
-        step = PagedStep(plan, cache)
+        step = PagedStep(StepPlanBuilder(CPU).build(batch), caches, level)
         return query, step.attend(4, packed_query, packed_keys, packed_values, SCALING, window, softcap, sinks)
 
     run([(index, 0, before) for index, (before, _) in enumerate(rows) if before])

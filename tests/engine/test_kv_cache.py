@@ -7,16 +7,17 @@ import torch
 
 from engine.errors import OutOfMemory
 from engine.kernels import build
+from engine.kernels.cpp_attention import CppCache
+from engine.kernels.torch_attention import KEY_TILE, TorchCache
 from engine.kv_cache import (
     GIB,
-    KvCache,
     LayerShape,
     MemoryFacts,
     MemoryRequest,
     _control_group_free,
     _meminfo_available,
     bytes_per_block,
-    places,
+    make_caches,
     plan_num_blocks,
     require_weights_fit,
 )
@@ -25,29 +26,43 @@ CPU = torch.device("cpu")
 LAYERS = {0: LayerShape(2, 4, 4), 1: LayerShape(1, 8, 6)}
 
 
+def torch_caches(*arguments):
+    caches = make_caches(LAYERS, *arguments).values()
+    assert all(isinstance(cache, TorchCache) for cache in caches)
+    return [cache for cache in caches if isinstance(cache, TorchCache)]
+
+
+def runs(block_size, count):
+    """For TorchCache.read: the first `count` runs of a head in a block, each as often as it takes to fill a tile."""
+    return torch.arange(count)[:, None].repeat(1, KEY_TILE // block_size)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_write_then_read(dtype):
-    cache = KvCache(LAYERS, num_blocks=5, block_size=4, dtype=dtype, device=CPU)
+    """A block's part of a head is read whole; KEY_TILE positions at a time."""
+    caches = torch_caches(5, 4, dtype, CPU)
     slots = torch.tensor([9, 2, 17])
     keys, values = torch.randn(3, 2, 4).to(dtype), torch.randn(3, 2, 4).to(dtype)
-    cache.write(0, places(slots, 2, 4), keys, values)
-    expected_keys, expected_values = torch.zeros(5, 4, 2, 4, dtype=dtype), torch.zeros(5, 4, 2, 4, dtype=dtype)
+    caches[0].write(slots, keys, values)
+    expected_keys, expected_values = torch.zeros(5, 4, 2, 4), torch.zeros(5, 4, 2, 4)
     for token, slot in enumerate(slots.tolist()):
-        expected_keys[slot // 4, slot % 4] = keys[token]
-        expected_values[slot // 4, slot % 4] = values[token]
+        expected_keys[slot // 4, slot % 4] = keys[token].float()
+        expected_values[slot // 4, slot % 4] = values[token].float()
+    read_keys, read_values = caches[0].read(runs(4, 10))
     for block in range(5):
         for head in range(2):
-            read_keys, read_values = cache.read(0, torch.tensor([block * 2 + head]))
-            assert torch.equal(read_keys.view(4, 4), expected_keys[block, :, head])
-            assert torch.equal(read_values.view(4, 4), expected_values[block, :, head])
-    assert not cache.read(1, torch.arange(5))[0].any()
+            assert torch.equal(read_keys[block * 2 + head, :4], expected_keys[block, :, head])
+            assert torch.equal(read_values[block * 2 + head, :4], expected_values[block, :, head])
+    narrow_keys, narrow_values = caches[1].read(runs(4, 5))
+    assert (narrow_keys.shape[-1], narrow_values.shape[-1]) == (8, 6)
+    assert not narrow_keys.any()
 
 
-def test_values_are_kept_finite():
-    cache = KvCache(LAYERS, 2, 4, torch.float32, CPU)
+def test_what_is_kept_is_finite():
+    cache = torch_caches(2, 4, torch.float32, CPU)[0]
     faults = torch.tensor([torch.nan, torch.inf, -torch.inf, 1.0]).expand(1, 2, 4)
-    cache.write(0, places(torch.tensor([0]), 2, 4), faults, faults)
-    assert cache.read(0, torch.arange(4))[1].isfinite().all()
+    cache.write(torch.tensor([0]), faults, faults)
+    assert all(kept.isfinite().all() for kept in cache.read(runs(4, 4)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -57,18 +72,22 @@ def test_layers_that_the_kernels_serve(dtype):
     except build.NoKernels as error:
         pytest.skip(str(error))
     layers = {0: LayerShape(2, 4, 4), 1: LayerShape(1, 8, 6), 2: LayerShape(3, 80, 80), 3: LayerShape(1, 7, 7)}
-    cache = KvCache(layers, 5, 16, dtype, CPU, level)
-    assert (set(cache.cpp), cache.torch_layers) == ({0, 2}, {1, 3})
-    in_kernels = sum(memory.keys.nbytes + memory.values.nbytes for memory in cache.cpp.values())
-    assert in_kernels == 5 * bytes_per_block({index: layers[index] for index in cache.cpp}, 16, dtype)
-    assert KvCache(layers, 5, 1, dtype, CPU, level).torch_layers == {0, 1, 2, 3}
+    caches = make_caches(layers, 5, 16, dtype, CPU, level)
+    kinds = [CppCache, TorchCache, CppCache, TorchCache]
+    assert [type(cache) for cache in caches.values()] == kinds
+    assert sum(num_bytes(cache) for cache in caches.values()) == 5 * bytes_per_block(layers, 16, dtype)
+    assert {type(cache) for cache in make_caches(layers, 5, 1, dtype, CPU, level).values()} == {TorchCache}
+
+
+def num_bytes(cache):
+    return cache.keys.nbytes + cache.values.nbytes
 
 
 def test_bytes_per_block():
     assert bytes_per_block(LAYERS, 16, torch.bfloat16) == (2 * 8 + 14) * 16 * 2
     layers = {layer: LayerShape(3, 64, 64) for layer in range(30)}
-    cache_bytes = sum(t.nbytes for t in KvCache(layers, 2, 16, torch.bfloat16, CPU)._keys.values()) * 2
-    assert cache_bytes == 2 * bytes_per_block(layers, 16, torch.bfloat16)
+    caches = make_caches(layers, 2, 16, torch.bfloat16, CPU)
+    assert sum(map(num_bytes, caches.values())) == 2 * bytes_per_block(layers, 16, torch.bfloat16)
 
 
 def facts(**changes):

@@ -13,7 +13,6 @@ from engine.kernels.build import NoKernels, library
 from engine.linear import (
     TILE_ROWS,
     TiledActivation,
-    TiledConv1D,
     TiledHead,
     TiledLinear,
     TiledNorm,
@@ -49,7 +48,7 @@ def assert_rows_keep_their_bits(layer, width, dtype):
 def test_linear(dtype, bias, shape):
     in_features, out_features = shape
     plain = nn.Linear(in_features, out_features, bias=bias, dtype=dtype)
-    tiled = TiledLinear(plain)
+    tiled = TiledLinear.of_linear(plain)
     x, out = assert_rows_keep_their_bits(tiled, shape[0], dtype)
     torch.testing.assert_close(out, plain(x))
     assert tiled.weight is plain.weight
@@ -68,7 +67,7 @@ def test_head_is_summed_in_float32(bias):
 
 def test_conv1d():
     plain = Conv1D(72, 40)
-    x, out = assert_rows_keep_their_bits(TiledConv1D(plain), 40, torch.float32)
+    x, out = assert_rows_keep_their_bits(TiledLinear.of_conv1d(plain), 40, torch.float32)
     torch.testing.assert_close(out, plain(x))
 
 

@@ -8,20 +8,9 @@ import torch
 from engine import processors
 from engine.sampler import SampleRow, sample
 from engine.sampling_params import SamplingParams
+from tests.engine.sampling import row
 
 pytestmark = pytest.mark.usefixtures("each_sampling_route")
-
-
-def row(
-    params: SamplingParams,
-    *,
-    seed: int = 1,
-    prompt: list[int] | None = None,
-    output: list[int] | None = None,
-    draft: list[int] | None = None,
-) -> SampleRow:
-    prompt, output, draft = prompt or [0], output or [], draft or []
-    return SampleRow(params, seed, len(output) + len(draft), prompt + output, len(prompt), draft)
 
 
 def one(logits: list[float], sample_row: SampleRow) -> int:

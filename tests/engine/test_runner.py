@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from engine.kernels import cpp_attention
 from engine.kernels.build import level_number
-from engine.kv_cache import places
+from engine.kernels.cpp_attention import CppCache
 
 ARCHITECTURES = [
     "llama-grouped-biases",
@@ -138,11 +138,11 @@ def test_a_step_without_logits(tiny_model, load_runner, sequences):
     assert torch.equal(state.run(("a", 17, [20])), expected)
 
 
-def poison(cache, layer, slots, rows):
-    if layer in cache.cpp:
-        cpp_attention.write(level_number(cache.level), rows, rows, slots, cache.cpp[layer])
+def poison(cache, level, slots, rows):
+    if isinstance(cache, CppCache):
+        cpp_attention.write(level_number(level), rows, rows, slots, cache)
     else:
-        cache.write(layer, places(slots, rows.shape[1], cache.block_size), rows, rows)
+        cache.write(slots, rows, rows)
 
 
 def test_a_poisoned_neighbour_and_a_stale_block_change_nothing(tiny_model, load_runner, sequences):
@@ -153,7 +153,7 @@ def test_a_poisoned_neighbour_and_a_stale_block_change_nothing(tiny_model, load_
     for layer in range(3):
         for fault, slots in ((torch.nan, range(10, 40)), (torch.inf, range(40, 64))):
             rows = torch.full((len(slots), 2, 16), fault)
-            poison(runner._model._cache, layer, torch.tensor(slots), rows)
+            poison(runner._model._caches[layer], runner._model._level, torch.tensor(slots), rows)
     state = sequences(runner)
     assert torch.equal(state.run(("a", 0, prompt)), clean)
 

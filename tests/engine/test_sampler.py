@@ -18,6 +18,7 @@ from engine import noise, sampler
 from engine.kernels import cpp_choose
 from engine.sampler import SampleResult, SampleRow, sample
 from engine.sampling_params import SamplingParams
+from tests.engine.sampling import row
 
 pytestmark = pytest.mark.usefixtures("each_sampling_route")
 
@@ -31,18 +32,6 @@ def _one_thread() -> Any:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-def row(
-    params: SamplingParams,
-    *,
-    seed: int = 1,
-    prompt: list[int] | None = None,
-    output: list[int] | None = None,
-    draft: list[int] | None = None,
-) -> SampleRow:
-    prompt, output, draft = prompt or [0], output or [], draft or []
-    return SampleRow(params, seed, len(output) + len(draft), prompt + output, len(prompt), draft)
 
 
 def one(logits: list[float] | torch.Tensor, sample_row: SampleRow) -> int:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import grpc
 import numpy as np
@@ -230,6 +230,19 @@ class Cluster:
         for worker in status.workers:
             assert worker.free_blocks + worker.cached_blocks == worker.total_blocks
 
+    def print_logs(self) -> None:
+        """Their ends, for whoever looks into a failure."""
+        for process in self.processes.values():
+            print(f"--- {process.name}\n{process.tail()}")
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.print_logs()
+        await self.stop()
+
     async def stop(self) -> None:
         for channel in self.channels:
             await channel.close()
@@ -334,12 +347,5 @@ def expected_tokens(prompt: list[int], max_tokens: int, choice: int = 0, seed: i
 @contextlib.asynccontextmanager
 async def running(folder: Path, **options: Any) -> AsyncIterator[Cluster]:
     """A cluster for one test or module; on failure the logs' ends are shown."""
-    cluster = await Cluster.start(folder, **options)
-    try:
+    async with await Cluster.start(folder, **options) as cluster:
         yield cluster
-    except BaseException:
-        for process in cluster.processes.values():
-            print(f"--- {process.name}\n{process.tail()}")
-        raise
-    finally:
-        await cluster.stop()

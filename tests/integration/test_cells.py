@@ -62,7 +62,7 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Two
         cluster = TwoCells(folder, folder / MODEL, flags)
         cluster.redis = redis
         cluster.discovery = {"scheduler": "", "state": redis.url}
-        try:
+        async with cluster:
             await asyncio.gather(
                 *(cluster.add_cell(cell) for cell in CELLS),
                 *(cluster.add_gateway(name, cell_loss_s=0.5) for name in ("gateway", "gateway-1")),
@@ -70,10 +70,7 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Two
             for name in ("gateway", "gateway-1"):
                 await cluster.until_workers(name, 2)
             yield cluster
-        finally:
-            for process in cluster.processes.values():
-                print(f"--- {process.name}\n{process.tail()}")
-            await cluster.stop()
+            cluster.print_logs()
 
 
 async def test_load_is_spread_and_prefixes_meet(cluster: TwoCells) -> None:

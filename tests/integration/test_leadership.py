@@ -95,7 +95,7 @@ async def pair(redis: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> 
     flags = {"engine": "fake", "num_blocks": 256, "block_size": 16, "threads": 1, "fake_step_ms": 3}
     cluster = Pair(folder, folder / MODEL, flags)
     cluster.redis = redis
-    try:
+    async with cluster:
         await asyncio.gather(*(cluster.add_scheduler(name) for name in SCHEDULERS))
         cluster.discovery = {"scheduler": ",".join(cluster.processes[name].address for name in SCHEDULERS)}
         await asyncio.gather(
@@ -106,12 +106,6 @@ async def pair(redis: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> 
         )
         await cluster.until_serving(2)
         yield cluster
-    except BaseException:
-        for process in cluster.processes.values():
-            print(f"--- {process.name}\n{process.tail()}")
-        raise
-    finally:
-        await cluster.stop()
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -121,8 +115,7 @@ async def cluster(pair: Pair) -> AsyncIterator[Pair]:
     try:
         yield pair
     finally:
-        for process in pair.processes.values():
-            print(f"--- {process.name}\n{process.tail()}")
+        pair.print_logs()
 
 
 async def test_a_killed_leader_is_a_pause(cluster: Pair) -> None:

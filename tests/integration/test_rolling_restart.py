@@ -117,7 +117,7 @@ async def test_a_rolling_restart_loses_nothing(tmp_path: Path) -> None:
         for prompt, length, params in CASES
     ]
     with redis_server(tmp_path) as cluster.redis:
-        try:
+        async with cluster:
             await asyncio.gather(*(cluster.add_scheduler(name) for name in SCHEDULERS))
             cluster.discovery = {"scheduler": ",".join(cluster.processes[name].address for name in SCHEDULERS)}
             starts = [cluster.add_worker("worker-0"), cluster.add_worker("worker-1")]
@@ -134,9 +134,3 @@ async def test_a_rolling_restart_loses_nothing(tmp_path: Path) -> None:
             assert traffic.answers >= len(CASES)
             assert traffic.resumptions > 0, "nobody had to move"
             await cluster.assert_baseline()
-        except BaseException:
-            for process in cluster.processes.values():
-                print(f"--- {process.name}\n{process.tail()}")
-            raise
-        finally:
-            await cluster.stop()
