@@ -149,6 +149,27 @@ MUTANTS: tuple[Mutant, ...] = (
         WORKER,
     ),
     Mutant(
+        "stale-token-fed",
+        "engine/run_ahead.py",
+        "self._feed.remember(slots, chosen)",
+        "pass",
+        ("tests/worker/test_run_ahead.py",),
+    ),
+    Mutant(
+        "launched-row-settled-after-its-end",
+        "worker/run_ahead.py",
+        "live = [plan for plan in launched.plans if not plan.sequence.ended]",
+        "live = list(launched.plans)",
+        ("tests/worker/test_run_ahead.py",),
+    ),
+    Mutant(
+        "launched-behind-what-was-not",
+        "worker/run_ahead.py",
+        " or any(one.is_late for one in self._in_flight)",
+        "",
+        ("tests/worker/test_run_ahead.py",),
+    ),
+    Mutant(
         "stale-tail-used",
         "worker/followed.py",
         "return offset < len(tail.token_ids) and tokens[tail.base :] == tail.token_ids[:offset]",

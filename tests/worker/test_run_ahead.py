@@ -30,6 +30,8 @@ class Ahead:
     rig: Any
     stream: LazyStream
     num_fed: int = 0
+    num_planned: int = 0
+    """rows of the step launched last that have something to compute"""
     launched: list[Step] = field(default_factory=list)
     """in flight"""
 
@@ -42,6 +44,7 @@ class Ahead:
         assert self.run_ahead.can_launch(step)
         launched = self.run_ahead.launch(step)
         self.num_fed += sum(plan.is_fed for plan in launched.plans)
+        self.num_planned = len(launched.plans)
         self.launched.append(step)
 
     def land(self) -> StepOutcome:
@@ -56,10 +59,10 @@ class Ahead:
 
 @pytest.fixture
 def make_ahead(make_rig: Any) -> Any:
-    def make(fail_at: frozenset[int] = frozenset(), engine: Any = None, **options: Any) -> Ahead:
+    def make(fail_at: frozenset[int] = frozenset(), engine: Any = None, drafting: Any = None, **options: Any) -> Ahead:
         stream = LazyStream(fail_at=fail_at)
         engine = engine or FakeEngine(**OPTIONS, run_ahead=True, stream=stream, **options)
-        return Ahead(make_rig(engine=engine), stream)
+        return Ahead(make_rig(drafting, engine), stream)
 
     return make
 
@@ -184,7 +187,9 @@ def test_the_last_token_by_length_is_not_followed_by_a_row(make_ahead: Any) -> N
     ahead.launch([(0, 99, 0)], admissions=[ahead.rig.admission(0, PROMPT, params=params)])
     ahead.launch([(0, 0, 0)])
     assert ahead.land().num_tokens == [1]
+    assert ahead.num_planned == 1
     ahead.launch([(0, 0, 0)])
+    assert ahead.num_planned == 0
     assert ahead.land().finishes == [Finish.LENGTH]
     late = ahead.land()
     assert (late.num_tokens, late.num_model_tokens) == ([0], 0)
@@ -300,8 +305,8 @@ def test_a_step_that_can_not_be_launched_is_computed_when_it_lands(make_ahead: A
     ahead = make_ahead(engine=Brittle(stream, poison=2))
     ahead.launch([(0, 99, 0)], admissions=[ahead.rig.admission(0, PROMPT, seed=7)])
     ahead.launch([(0, 0, 0), (1, 99, 0)], admissions=[ahead.rig.admission(1, [*PROMPT[:5], 2])])
-    assert not ahead.can_launch([(0, 0, 0)])  # it would be put on the device before the one that isn't there
     ahead.land()
+    assert not ahead.can_launch([(0, 0, 0)])  # it would be put on the device before the one that isn't there
     outcome = ahead.land()
     assert outcome.num_tokens == [1, 0]
     assert [(failure.row, failure.reason) for failure in outcome.failures] == [(1, "ENGINE_FAILED")]
@@ -346,13 +351,18 @@ def test_a_device_that_failed_on_what_has_left_its_slot_is_broken(make_ahead: An
         ahead.run_ahead.land()
 
 
-def test_a_sequence_that_has_left_its_slot_gets_its_last_token(make_ahead: Any, plain_tokens: Any) -> None:
-    """As after a preemption: the token counts. Whoever has the slot now is not forgotten for it."""
-    ahead = make_ahead()
+def test_a_sequence_that_has_left_its_slot_gets_its_last_token(
+    make_ahead: Any, plain_tokens: Any, scripted_drafting: Any
+) -> None:
+    """As after a preemption: the token counts. No draft is asked for it under the name of who has the slot now."""
+    drafting = scripted_drafting(lambda *_: [])
+    ahead = make_ahead(drafting=drafting)
     ahead.launch([(0, 99, 0)], admissions=[ahead.rig.admission(0, PROMPT)])
     ahead.launch([(0, 99, 0)], released=[0], admissions=[ahead.rig.admission(0, PROMPT[::-1])])
     assert ahead.land().token_ids == plain_tokens(PROMPT, 7, 0.0, 1)
+    assert drafting.followed == {}
     assert ahead.land().token_ids == plain_tokens(PROMPT[::-1], 7, 0.0, 1)
+    assert drafting.followed == {0: ahead.rig.executor.sequences.get(0).tokens}
 
 
 def test_a_steps_time_begins_when_the_one_before_has_landed(make_rig: Any) -> None:
