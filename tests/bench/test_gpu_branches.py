@@ -66,7 +66,7 @@ def test_a_mark_of_a_gpu_lets_its_waiter_sleep(monkeypatch: pytest.MonkeyPatch) 
     assert not mark.is_reached
     mark.wait()
     assert mark.is_reached
-    assert mark._event.options == {"blocking": True}  # type: ignore[attr-defined]
+    assert mark._event.options == {"blocking": True}
 
 
 def test_a_graph_is_recorded_after_a_run_aside_and_restricts_its_own_thread_only(
