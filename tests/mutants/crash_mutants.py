@@ -63,14 +63,14 @@ CRASHES: tuple[Mutant, ...] = (
         "worker/attachment.py",
         "                await asyncio.wait([reading])\n",
         "",
-        ("tests/worker/test_attachment.py",),
+        ("tests/worker/test_leaving.py",),
     ),
     Mutant(
         "a-leader-that-is-left-has-a-say",
         "worker/attachment.py",
         "            if call is not self._call:\n",
         "            if False:\n",
-        ("tests/worker/test_attachment.py",),
+        ("tests/worker/test_leaving.py",),
     ),
     Mutant(
         "a-call-kept-by-its-error",
