@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -123,3 +125,41 @@ def test_what_is_kept_is_of_one_setup(tmp_path: Path) -> None:
         load(tmp_path / "pairs.json", {"sizes": (1, 3)})
     plan = Plan((SAMPLED,), rounds=2, requests=1, max_tokens=8)
     assert [missing(plan, runs, SAMPLED, number) for number in (0, 1, 2)] == [True, False, True]
+
+
+def test_an_interrupted_benchmark_goes_on_and_ends_in_a_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command line around the pairs; what it leaves where it is stopped, and what it doesn't do again."""
+    measured: list[int] = []
+
+    async def measure(target: object, plan: Plan, done: list[Run], keep: Any) -> tuple[list[Run], StepTimes]:
+        runs, times = list(done), {"plain": [(1.0, 0.01), (5.0, 0.015)], "drafting": []}
+        for number in range(1, plan.rounds + 1):
+            if missing(plan, runs, plan.cases[0], number):
+                measured.append(number)
+                runs += [
+                    Run(plan.cases[0], number, on, 8, 1.0 - on / 2, steps=8, decode_rows=8) for on in (False, True)
+                ]
+                keep(runs, times)
+                if len(measured) == 1:
+                    raise KeyboardInterrupt
+        return runs, times
+
+    monkeypatch.setattr(speculation, "measure", measure)
+    monkeypatch.setattr(speculation, "serving", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr("bench.speculation.signal.signal", lambda *_: None)
+    flags = ["--model", str(tmp_path / "m"), "--streams", "1", "--temperatures", "0", "--copy-streams", "0"]
+    flags += ["--rounds", "2", "--output", str(tmp_path / "out"), "--resume"]
+    monkeypatch.setattr("sys.argv", ["speculation", *flags])
+    with pytest.raises(KeyboardInterrupt):
+        speculation.main()
+    assert speculation.main() == 0
+    assert measured == [1, 2]
+    assert "chat n=1 T=0 auto, round 2 | 8.0 | 16.0 | 2.00" in capsys.readouterr().out
+    # All is there: nothing runs, and the report comes again.
+    monkeypatch.setattr(speculation, "serving", None)
+    assert speculation.main() == 0
+    assert json.loads((tmp_path / "out" / "speculation.json").read_text())["summary"][0]["ratio"]["pairs"] == 2
+    monkeypatch.setattr("sys.argv", ["speculation", *flags, "--max-tokens", "9"])
+    assert speculation.main() == 2
