@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from cli import model_source
 from cli.arguments import Subparsers, add_command, not_negative, positive
-
-if TYPE_CHECKING:
-    from rich.progress import Progress
-
-    from distill.evaluation import Acceptance
-    from distill.training import Position
+from cli.distill_report import Shown
 
 _EXAMPLES = """\
 examples:
   tandem distill --out ./my-draft                                      for the default model
+  tandem distill --out ./my-draft --answer-tokens 6000 --held-out-prompts 4 --max-answer-tokens 48 --steps 40
+                                                                       the same in a minute, to see how it goes
   tandem distill --target ./my-llama --out ./my-draft --device cuda    for any other that the decoder runs
   tandem up --model ./my-llama --draft ./my-draft                      serve with it
 
@@ -33,10 +30,18 @@ def add_parser(commands: Subparsers) -> None:
     add = parser.add_argument
     add("--target", default=model_source.DEFAULT, help="folder, .gguf file, hub id, or `default` (the default)")
     add("--out", type=Path, required=True, metavar="FOLDER", help="where the draft goes; what --draft then takes")
+    add("--start-from", type=Path, metavar="FOLDER", help="go on with this draft instead of the target's first layers")
     add("--work", type=Path, metavar="FOLDER", help="answers and checkpoints (default: OUT.work)")
     add("--layers", type=positive(int), default=2, metavar="N", help="of the draft; 2 … 4 make sense (default 2)")
     add("--head-tokens", type=positive(int), default=12288, metavar="N", help="tokens it can guess (default 12288)")
     add("--answer-tokens", type=positive(int), default=1_500_000, metavar="N", help="to learn from (default 1500000)")
+    add(
+        "--shards",
+        type=_part,
+        default=(0, 1),
+        metavar="I/N",
+        help="learn from shards I, I + N, … of the answers only: from others than --start-from has, say",
+    )
     add("--max-answer-tokens", type=positive(int), default=220, metavar="N", help="of one answer (default 220)")
     add("--held-out-prompts", type=positive(int), default=120, metavar="N", help="to measure on (default 120)")
     add("--steps", type=positive(int), default=4600, metavar="N", help="of training (default 4600)")
@@ -75,7 +80,10 @@ def run(args: argparse.Namespace) -> int:
     )
 
     with tempfile.TemporaryDirectory(prefix="tandem-") as scratch:
-        folder = model_source.resolve(args.target, "transformers", Path(scratch))
+        try:
+            folder = model_source.resolve(args.target, "transformers", Path(scratch))
+        except model_source.ModelUnavailable as error:
+            raise model_source.ModelUnavailable(f"--target: {error}") from error
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -85,12 +93,15 @@ def run(args: argparse.Namespace) -> int:
         TextColumn("{task.fields[now]}"),
     )
     console = Console(highlight=False, soft_wrap=True)
-    with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
-        return _distill(args, folder, _Show(bars, args.steps))
+    if not console.is_terminal:
+        return _distill(args, folder, Shown(console, None, args.steps))
+    with Progress(*columns, console=console) as bars:
+        return _distill(args, folder, Shown(console, bars, args.steps))
 
 
-def _distill(args: argparse.Namespace, folder: Path, show: _Show) -> int:
+def _distill(args: argparse.Namespace, folder: Path, shown: Shown) -> int:
     from cli.failures import UsageError
+    from distill.errors import Refused
     from distill.pipeline import Plan, distill
     from distill.training import Recipe
     from engine.errors import ModelError
@@ -109,6 +120,8 @@ def _distill(args: argparse.Namespace, folder: Path, show: _Show) -> int:
             learning_rate=args.learning_rate,
             seed=args.seed,
         ),
+        start_from=args.start_from,
+        shards=args.shards,
         answer_tokens=args.answer_tokens,
         held_out_prompts=args.held_out_prompts,
         max_answer_tokens=args.max_answer_tokens,
@@ -119,46 +132,18 @@ def _distill(args: argparse.Namespace, folder: Path, show: _Show) -> int:
         parts=parts,
     )
     try:
-        found = distill(plan, show.stage, show)
-    except (ModelError, ValueError) as error:
-        raise UsageError(str(error)) from error
+        found = distill(plan, shown.stage, shown)
+    except Refused as error:
+        is_flag = error.setting in vars(args)
+        name = f"--{error.setting.replace('_', '-')}" if is_flag else error.setting
+        raise UsageError(f"{name}: {error.reason}") from error
+    except ModelError as error:
+        raise UsageError(f"--target: {error}") from error
     if found:
-        show.note(f"the draft is in {args.out}: tandem up --model {folder} --draft {args.out}")
+        shown.note(f"the draft is in {args.out}: tandem up --model {_as_given(args.target)} --draft {args.out}")
     return 0
 
 
-class _Show:
-    """Bars on a terminal, and a line for each evaluation anywhere."""
-
-    def __init__(self, bars: Progress, num_steps: int) -> None:
-        self._bars = bars
-        self._num_steps = num_steps
-        self._tasks: dict[str, Any] = {}
-
-    def stage(self, what: str, share: float | None) -> None:
-        """See `engine.progress`."""
-        self._bars.update(self._task(what), total=None if share is None else 1.0, completed=share or 0.0)
-
-    def step(self, position: Position, loss: float, agreeing: float) -> None:
-        """See `distill.training.Report`."""
-        now = f"epoch {position.epoch + 1}, loss {loss:.2f}, agreeing {agreeing:.0%}"
-        self._bars.update(self._task("training"), total=self._num_steps, completed=position.step, now=now)
-
-    def evaluated(self, position: Position, found: list[Acceptance]) -> None:
-        """See `distill.training.Report`."""
-        for one in found:
-            alone = ", ".join(f"{k}: {value:.2f}" for k, value in one.alone.items())
-            both = ", ".join(f"{k}: {value:.2f}" for k, value in one.with_lookup.items())
-            self.note(
-                f"step {position.step}, held out, T = {one.temperature:g}: {one.top_1:.1%} right; accepted per step by "
-                f"draft length {alone}; behind a lookup {both}"
-            )
-
-    def note(self, text: str) -> None:
-        """See `distill.training.Report`."""
-        self._bars.console.print(text, markup=False)
-
-    def _task(self, what: str) -> Any:
-        if what not in self._tasks:
-            self._tasks[what] = self._bars.add_task(what, total=None, now="")
-        return self._tasks[what]
+def _as_given(target: str) -> str:
+    """What `tandem up --model` takes."""
+    return model_source.DEFAULT if target == model_source.DEFAULT else shlex.quote(target)

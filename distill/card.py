@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+_DATA_FLAGS = ("answer_tokens", "shards", "held_out_prompts", "max_answer_tokens")
 _SHOWN = (1, 2, 3, 4, 8)
 
 
@@ -39,8 +40,13 @@ def card(config: dict[str, Any], num_bytes: int) -> str:
         "",
         "## How it was made",
         "",
-        f"{data.get('answer_tokens', 0):,} tokens of the target's own answers, {recipe['steps']:,} steps. Everything "
-        "that decides the result:",
+        f"{data.get('answer_tokens', 0):,} tokens of the target's own answers, {recipe['steps']:,} steps:",
+        "",
+        "```",
+        _command(recipe, data),
+        "```",
+        "",
+        "Everything that decides the result:",
         "",
         "| | |",
         "|---|---|",
@@ -49,6 +55,20 @@ def card(config: dict[str, Any], num_bytes: int) -> str:
         f"| target embedding_sha256 | {target['embedding_sha256']} |",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _command(recipe: dict[str, Any], data: dict[str, Any]) -> str:
+    """What makes it again."""
+    names = ("steps", "batch_tokens", "learning_rate", "seed")
+    flags: dict[str, Any] = {"target": "TARGET", "out": "FOLDER"}
+    if recipe.get("start_from"):
+        # It decides the layers and the head.
+        flags["start_from"] = "BASE"
+    else:
+        flags |= {name: recipe[name] for name in ("layers", "head_tokens")}
+    flags |= {name: recipe[name] for name in names if name in recipe}
+    flags |= {name: data[name] for name in _DATA_FLAGS if name in data}
+    return "tandem distill " + " \\\n    ".join(f"--{name.replace('_', '-')} {value}" for name, value in flags.items())
 
 
 def _at(values: dict[Any, float], k: int) -> float:

@@ -33,6 +33,8 @@ MAX_PROMPT_TOKENS = 256
 MAX_QUESTION_TOKENS = 64
 """of a question that the target makes up"""
 OWN_QUESTIONS_SHARE = 0.4
+MORE_OWN_QUESTIONS_SHARE = 0.5
+"""of every other shard, which is more varied"""
 TRAIN_TEMPERATURES = (0.0, 0.0, 0.0, 0.0, 0.7, 0.7, 0.85, 1.0)
 HELD_OUT_TEMPERATURES = (0.0, 0.7)
 _MAX_STEP_TOKENS = 512
@@ -70,11 +72,17 @@ class _Live:
 
 
 def jobs(split: str, seed: int, shard: int, count: int) -> list[Job]:
-    """The conversations of one shard: prompts of a split, with temperatures and seeds."""
+    """The conversations of one shard: prompts of a split, with temperatures and seeds.
+
+    Shards with odd numbers have the families of more_tasks.txt.
+    """
     source = random.Random(f"{split} {seed} {shard}")
-    listed = conversations(split, source.getrandbits(48))
     if split == TRAIN:
-        return [_job(one, source) for one in islice(listed, count)]
+        more = shard % 2 == 1
+        own = MORE_OWN_QUESTIONS_SHARE if more else OWN_QUESTIONS_SHARE
+        listed = conversations(split, source.getrandbits(48), more=more)
+        return [_job(one, source, own) for one in islice(listed, count)]
+    listed = conversations(split, source.getrandbits(48))
     # Every held-out prompt is answered at each temperature.
     return [
         Job(one.turns, temperature, source.getrandbits(48))
@@ -83,9 +91,14 @@ def jobs(split: str, seed: int, shard: int, count: int) -> list[Job]:
     ]
 
 
-def _job(one: Conversation, source: random.Random) -> Job:
-    turns = ("", *one.turns[1:]) if source.random() < OWN_QUESTIONS_SHARE else one.turns
+def _job(one: Conversation, source: random.Random, own_questions_share: float) -> Job:
+    turns = ("", *one.turns[1:]) if source.random() < own_questions_share else one.turns
     return Job(turns, source.choice(TRAIN_TEMPERATURES), source.getrandbits(48))
+
+
+def longest_conversation(max_answer_tokens: int) -> int:
+    """Positions that two turns take up at most."""
+    return 2 * (MAX_PROMPT_TOKENS + max_answer_tokens) + MAX_QUESTION_TOKENS
 
 
 class Target:
@@ -105,7 +118,7 @@ class Target:
         self._dialogue = dialogue
         self._eos = frozenset(eos_token_ids)
         self._max_answer = max_answer_tokens
-        self._max_len = 2 * (MAX_PROMPT_TOKENS + max_answer_tokens) + MAX_QUESTION_TOKENS
+        self._max_len = longest_conversation(max_answer_tokens)
         self._shared_tokens = self._shared_start()
         self._num_shared = len(self._shared_tokens) // BLOCK_SIZE
         self._per_slot = -(-self._max_len // BLOCK_SIZE)

@@ -18,6 +18,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModel
 
 from distill.batches import TrainBatch
+from distill.errors import Refused
 from distill.target import Opened
 from engine.decoder_weights import Checkpoint
 from engine.errors import UnsupportedModel
@@ -29,10 +30,15 @@ _RIDGE = 0.01
 
 
 def draft_settings(opened: Opened, num_layers: int) -> dict[str, Any]:
-    """The target's configuration with fewer layers, as config.json would hold it."""
+    """The target's configuration with fewer layers, as config.json would hold it.
+
+    Raises Refused for more than it has, UnsupportedModel for a target whose head has a bias.
+    """
+    if opened.spec.head_bias:
+        raise UnsupportedModel(f"{opened.folder} can't be distilled: its head has a bias")
     config: Any = AutoConfig.from_pretrained(opened.folder, local_files_only=True)
     if not 1 <= num_layers <= config.num_hidden_layers:
-        raise UnsupportedModel(f"layers: {num_layers} is outside 1 … {config.num_hidden_layers}, those of the target")
+        raise Refused("layers", f"the target has {config.num_hidden_layers}, and a draft 1 of them or more")
     settings: dict[str, Any] = config.to_dict()
     settings["num_hidden_layers"] = num_layers
     for name in _PER_LAYER:
@@ -48,8 +54,6 @@ class Network(nn.Module):
         """With the target's weights; float32."""
         super().__init__()
         spec = opened.spec
-        if spec.head_bias:
-            raise UnsupportedModel(f"{opened.folder} can't be distilled: its head has a bias")
         config = AutoConfig.for_model(**draft_settings(opened, num_layers))
         config.use_cache = False
         self.model = AutoModel.from_config(config, dtype=torch.float32, attn_implementation="sdpa")

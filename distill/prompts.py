@@ -7,7 +7,8 @@ words.txt. Every family and every word belongs to one of two splits by a hash of
     held-out    the others: a held-out prompt has a family that training never saw, filled with words that training
                 never saw in a slot
 
-so what is measured on held-out prompts is not how well a template was learnt by heart. Pure: a seed gives the prompts.
+so what is measured on held-out prompts is not how well a template was learnt by heart. The families of more_tasks.txt
+are all for training; none of them says what a held-out one says. Pure: a seed gives the prompts.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ class Conversation:
     turns: tuple[str, ...]
 
 
-def conversations(split: str, seed: int) -> Iterator[Conversation]:
-    """Endless; hardly any prompt comes twice."""
+def conversations(split: str, seed: int, *, more: bool = False) -> Iterator[Conversation]:
+    """Endless; hardly any prompt comes twice. `more`: of the families of more_tasks.txt, which only training has."""
     source = random.Random(f"{split} {seed}")
-    tasks = _read("tasks.txt")
-    kinds = {kind: _of_split(tasks[kind], split) for kind in _WEIGHTS}
-    followups = _of_split(tasks["followup"], split)
+    families = _families(split, more)
+    kinds = {kind: families[kind] for kind in _WEIGHTS}
+    followups = families["followup"]
     while True:
         kind = source.choices(list(_WEIGHTS), list(_WEIGHTS.values()))[0]
         family = source.choice(kinds[kind])
@@ -58,14 +59,27 @@ def conversations(split: str, seed: int) -> Iterator[Conversation]:
 
 def split_digest(split: str) -> str:
     """sha256 over the families and words of a split: what tells two versions of the lists apart."""
-    lists = {**_read("tasks.txt"), **_read("words.txt")}
-    lines = [f"{name}: {entry}" for name in sorted(lists) for entry in sorted(_of_split(lists[name], split))]
+    words = {name: _of_split(entries, split) for name, entries in _read("words.txt").items()}
+    lists = {**_families(split), **words}
+    lines = [f"{name}: {entry}" for name in sorted(lists) for entry in sorted(lists[name])]
+    if split == TRAIN:
+        more = _families(split, more=True)
+        lines += [f"more {name}: {entry}" for name in sorted(more) for entry in sorted(more[name])]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def prompts_digest(prompts: Sequence[Conversation]) -> str:
     """sha256 over prompts in their order."""
     return hashlib.sha256("\n".join("\t".join(one.turns) for one in prompts).encode()).hexdigest()
+
+
+def _families(split: str, more: bool = False) -> dict[str, list[str]]:
+    """By kind."""
+    if more:
+        if split != TRAIN:
+            raise ValueError("more_tasks.txt is for training")
+        return _read("more_tasks.txt")
+    return {kind: _of_split(families, split) for kind, families in _read("tasks.txt").items()}
 
 
 def _filled(family: str, split: str, source: random.Random) -> str:

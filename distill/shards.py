@@ -13,14 +13,16 @@ A file appears by one rename, so it is whole or absent.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
+
+from distill import work_folder
+from distill.errors import Refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +77,15 @@ def write_shard(path: Path, records: Sequence[Record]) -> None:
         "temperatures": torch.tensor([answer.temperature for _, answer in answers], dtype=torch.float32),
         "features": torch.cat([record.features for record in records]).contiguous(),
     }
-    partial = path.with_suffix(f".partial-{os.getpid()}")
-    save_file(tensors, partial)
-    partial.rename(path)
+    work_folder.replace(path, lambda partial: save_file(tensors, partial))
 
 
 def read_shard(path: Path) -> list[Record]:
-    """The records of a file; their tensors are parts of larger ones."""
-    tensors = load_file(path)
+    """The records of a file; their tensors are parts of larger ones. Raises Refused for one that is damaged."""
+    try:
+        tensors = load_file(path)
+    except SafetensorError as error:
+        raise Refused("work", f"{path} is damaged ({error}); remove it, and it's made again") from error
     starts = tensors["starts"].tolist()
     answers: list[list[Answer]] = [[] for _ in starts[1:]]
     numbers = zip(tensors["spans"].tolist(), tensors["seeds"].tolist(), tensors["temperatures"].tolist(), strict=True)
@@ -100,8 +103,11 @@ def read_shard(path: Path) -> list[Record]:
 
 def num_answer_tokens(path: Path) -> int:
     """How many a file holds, without reading it."""
-    with safe_open(path, framework="pt") as file:
-        count: int = file.get_slice("features").get_shape()[0]
+    try:
+        with safe_open(path, framework="pt") as file:
+            count: int = file.get_slice("features").get_shape()[0]
+    except SafetensorError as error:
+        raise Refused("work", f"{path} is damaged ({error}); remove it, and it's made again") from error
     return count
 
 

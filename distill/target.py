@@ -10,7 +10,7 @@ import torch
 from transformers import AutoTokenizer
 
 from distill.dialogue import Dialogue
-from distill.generation import MAX_PROMPT_TOKENS, MAX_QUESTION_TOKENS, Target
+from distill.generation import Target, longest_conversation
 from engine.decoder_route import DecoderModel, decoder_spec, refusal
 from engine.decoder_spec import DecoderSpec
 from engine.description import Undescribed
@@ -55,7 +55,7 @@ def load_target(
         if threads:
             torch.set_num_threads(threads)
         use_threads(threads, progress)
-    max_len = min(opened.facts.max_model_len, 2 * (MAX_PROMPT_TOKENS + max_answer_tokens) + MAX_QUESTION_TOKENS + 1)
+    max_len = min(opened.facts.max_model_len, longest_conversation(max_answer_tokens) + 1)
     ops = select_ops(device, "auto")
     reason = refusal(opened.facts, opened.spec, ops, dtype, 16)
     if reason is not None:

@@ -1,31 +1,36 @@
 """Trains a draft on a folder of answers; killed at any moment, it goes on where its last checkpoint was.
 
-A step's batch follows from the seed, the epoch's number and the shards that were there when the epoch began, which
-the checkpoint records: a run that was interrupted ends with the same weights as one that wasn't. Shards that appear
-meanwhile are taken up by the next epoch.
+An epoch goes through the answers in *windows* of a few files, shuffled inside: what is in memory stays small. A step's
+batch follows from the seed, the numbers of epoch and window, and the answers, whose files the checkpoint names: a run
+that was interrupted ends with the same weights as one that wasn't.
 """
 
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+import pickle
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from distill import work_folder
 from distill.batches import TrainBatch, collate, collated, epoch
+from distill.errors import Refused
 from distill.evaluation import Acceptance, evaluate
 from distill.loss import Head, mixture_loss
 from distill.network import Network
-from distill.prompts import HELD_OUT, TRAIN
-from distill.shards import Record, read_shards, shard_paths
+from distill.shards import Record, num_answer_tokens, read_shard, read_shards
 from distill.target import Opened
 from distill.vocabulary import coverage, frequent_token_ids
+from engine.draft_folder import HEAD_TOKEN_IDS, DraftFolder
 
+_WINDOW_FILES = 8
 _LENS_BATCHES = 24
+_WATCHING = frozenset({"checkpoint_steps", "evaluation_steps", "evaluation_records"})
+"""of a recipe, what changes nothing in the draft"""
 _FLOOR = 0.03
 """of the learning rate, at the end"""
 
@@ -44,6 +49,8 @@ class Recipe:
     mix: float = 0.6
     """share of the target's distribution in the goal; the rest is its likeliest token"""
     seed: int = 1
+    start_from: str = ""
+    """digest of the draft that training starts from; empty: the target's own layers"""
     checkpoint_steps: int = 250
     evaluation_steps: int = 500
     evaluation_records: int = 100
@@ -56,10 +63,18 @@ class Position:
 
     step: int = 0
     epoch: int = 0
-    batch: int = 0
+    window: int = 0
     """within the epoch"""
-    shards: list[str] = field(default_factory=list)
-    """names of the epoch's files"""
+    batch: int = 0
+    """within the window"""
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What a target said, as `distill.dataset` makes it: files."""
+
+    train: Sequence[Path]
+    held_out: Sequence[Path]
 
 
 class Report(Protocol):
@@ -75,11 +90,20 @@ class Report(Protocol):
 class Trainer:
     """One run."""
 
-    def __init__(self, opened: Opened, data: Path, work: Path, recipe: Recipe, device: torch.device) -> None:
-        """`data` as `distill.dataset` fills it; checkpoints go to `work`."""
+    def __init__(
+        self,
+        opened: Opened,
+        answers: Answers,
+        work: Path,
+        recipe: Recipe,
+        device: torch.device,
+        base: DraftFolder | None = None,
+    ) -> None:
+        """Checkpoints go to `work`. `base`: the draft that `recipe.start_from` means."""
         self.recipe = recipe
         self._opened = opened
-        self._data = data
+        self._answers = answers
+        self._base = base
         self._checkpoint = work / "checkpoint.pt"
         self._device = device
         torch.manual_seed(recipe.seed)
@@ -105,8 +129,8 @@ class Trainer:
 
     @property
     def num_answer_tokens(self) -> int:
-        """Of the last epoch."""
-        return sum(record.num_answer_tokens for record in self._records)
+        """Of one epoch."""
+        return sum(num_answer_tokens(path) for path in self._answers.train)
 
     def run(self, report: Report) -> list[Acceptance]:
         """Train to the last step; the evaluation over all held-out answers."""
@@ -115,7 +139,7 @@ class Trainer:
             report.note(f"resumed at step {self.position.step}")
         else:
             self._start(report)
-        head, held_out = self.head, self._held_out()
+        head, held_out = self.head, read_shards(self._answers.held_out)
         if self.position.step == 0:
             self._evaluate(head, held_out[: self.recipe.evaluation_records], report)
         for batch in self._batches():
@@ -129,29 +153,37 @@ class Trainer:
         return self._evaluate(head, held_out, report)
 
     def save(self) -> None:
-        """Write the checkpoint; the file is whole or as before."""
-        partial = self._checkpoint.with_suffix(f".partial-{os.getpid()}")
+        """Write the checkpoint."""
         state = {
             "recipe": asdict(self.recipe),
             "position": asdict(self.position),
+            "shards": [path.name for path in self._answers.train],
             "token_ids": self.token_ids,
             "network": self.network.trained(),
             "optimizer": self._optimizer.state_dict(),
             "history": self.history,
         }
-        torch.save(state, partial)
-        partial.rename(self._checkpoint)
+        work_folder.replace(self._checkpoint, lambda partial: torch.save(state, partial))
 
     def _resume(self) -> None:
-        state = torch.load(self._checkpoint, map_location=self._device, weights_only=True)
+        try:
+            state = torch.load(self._checkpoint, map_location=self._device, weights_only=True)
+        except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
+            raise Refused("work", f"{self._checkpoint} is damaged; remove it to train anew") from error
         found, wanted = state["recipe"], asdict(self.recipe)
-        # How often it is looked at changes nothing in the draft.
-        for name in ("layers", "head_tokens", "steps", "batch_tokens", "learning_rate", "mix", "seed"):
-            if found[name] != wanted[name]:
-                raise ValueError(
-                    f"{self._checkpoint}: {name} is {found[name]} instead of {wanted[name]}; "
-                    "go on with that, or remove the file to start anew"
+        for name in wanted.keys() - _WATCHING:
+            if found.get(name) != wanted[name]:
+                raise Refused(
+                    name,
+                    f"{self._checkpoint} was begun with {found.get(name)} instead of {wanted[name]}; "
+                    "go on with that, or remove the file to train anew",
                 )
+        if state.get("shards") != [path.name for path in self._answers.train]:
+            raise Refused(
+                "answer_tokens",
+                f"{self._checkpoint} was begun with another number of answers; "
+                "go on with that, or remove the file to train anew",
+            )
         self.position = Position(**state["position"])
         self.token_ids = state["token_ids"].cpu()
         self.history = state["history"]
@@ -159,42 +191,48 @@ class Trainer:
             for name, parameter in self.network.trained().items():
                 parameter.copy_(state["network"][name])
         self._optimizer.load_state_dict(state["optimizer"])
-        self._read([self._data / TRAIN / name for name in self.position.shards])
+        self._read_window()
 
     def _start(self, report: Report) -> None:
-        self._new_epoch()
-        self.token_ids = frequent_token_ids(self._records, self._opened.spec.vocab_size, self.recipe.head_tokens)
-        explained = self.network.fit_lens(collated(self._records, self._order[:_LENS_BATCHES], self._device))
-        covered = coverage(self._held_out(), self.token_ids)
-        report.note(
-            f"{len(self._records)} conversations, {self.num_answer_tokens} answer tokens; "
-            f"the head's {len(self.token_ids)} tokens "
-            f"cover {covered:.1%} of held-out answers; the lens explains {explained:.1%}"
-        )
+        self._read_window()
+        if self._base is None:
+            records = (record for path in self._answers.train for record in read_shard(path))
+            self.token_ids = frequent_token_ids(records, self._opened.spec.vocab_size, self.recipe.head_tokens)
+            explained = self.network.fit_lens(collated(self._records, self._order[:_LENS_BATCHES], self._device))
+            report.note(f"the lens explains {explained:.1%} of the target's features")
+        else:
+            self.token_ids = self._base.tensors[HEAD_TOKEN_IDS]
+            with torch.no_grad():
+                for name, parameter in self.network.trained().items():
+                    parameter.copy_(self._base.tensor(name, tuple(parameter.shape)))
+        covered = coverage(read_shards(self._answers.held_out), self.token_ids)
+        report.note(f"the head's {len(self.token_ids)} tokens cover {covered:.1%} of held-out answers")
 
-    def _held_out(self) -> list[Record]:
-        return read_shards(shard_paths(self._data / HELD_OUT))
-
-    def _new_epoch(self) -> None:
-        paths = shard_paths(self._data / TRAIN)
-        self.position.batch = 0
-        self.position.shards = [path.name for path in paths]
-        self._read(paths)
-
-    def _read(self, paths: list[Path]) -> None:
-        self._records = read_shards(paths)
-        self._order = epoch(self._records, self.recipe.batch_tokens, self.recipe.seed, self.position.epoch)
+    def _read_window(self) -> None:
+        position, paths = self.position, self._answers.train
+        first = position.window * _WINDOW_FILES
+        self._records = read_shards(paths[first : first + _WINDOW_FILES])
+        number = position.epoch * len(paths) + position.window
+        self._order = epoch(self._records, self.recipe.batch_tokens, self.recipe.seed, number)
 
     def _batches(self) -> Iterator[TrainBatch]:
         """The rest of the run; `position` counts a batch as soon as it is asked for the next."""
         while self.position.step < self.recipe.steps:
             if self.position.batch == len(self._order):
-                self.position.epoch += 1
-                self._new_epoch()
+                self._next_window()
             rows = self._order[self.position.batch]
             self.position.batch += 1
             self.position.step += 1
             yield collate([self._records[index] for index in rows], self._device)
+
+    def _next_window(self) -> None:
+        position = self.position
+        position.batch = 0
+        position.window += 1
+        if position.window * _WINDOW_FILES >= len(self._answers.train):
+            position.epoch += 1
+            position.window = 0
+        self._read_window()
 
     def _step(self, batch: TrainBatch, head: Head) -> tuple[float, float]:
         for group in self._optimizer.param_groups:

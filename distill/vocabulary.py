@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -12,7 +12,7 @@ _PROMPT_SHARE = 0.1
 """what a token in a prompt counts beside one in an answer"""
 
 
-def frequent_token_ids(records: Sequence[Record], vocab_size: int, size: int) -> torch.Tensor:
+def frequent_token_ids(records: Iterable[Record], vocab_size: int, size: int) -> torch.Tensor:
     """int64 [at most size], ascending. Tokens never seen come last, low ids first: a BPE's are its frequent ones."""
     counts = torch.zeros(vocab_size, dtype=torch.float64)
     for record in records:

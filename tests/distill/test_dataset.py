@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from distill.dataset import DataPlan, OtherData, claim, generate, is_complete
+from distill.dataset import DataPlan, claim, generate, is_complete, train_shards
+from distill.errors import Refused
 from distill.generation import HELD_OUT_TEMPERATURES, Target
 from distill.prompts import HELD_OUT, TRAIN
 from distill.shards import num_answer_tokens, read_shard, shard_path, shard_paths
@@ -62,10 +63,35 @@ def test_two_processes_make_what_one_makes(
     for part in (1, 0):
         generate(load(), tmp_path, plan, silent, part, 2)
         assert is_complete(tmp_path, plan, part, 2)
+    generate(load(), tmp_path, plan, silent)
+    names = [path.name for path in train_shards(data, plan)]
+    assert [path.name for path in train_shards(tmp_path, plan)] == names
     made, whole = contents(tmp_path), contents(data)
-    shared = made.keys() & whole.keys()
-    assert len(shared) >= len(whole)
-    assert all(made[name] == whole[name] for name in shared)
+    assert len(names) > 1
+    assert whole.keys() <= made.keys()
+    assert all(made[name] == content for name, content in whole.items())
+
+
+def test_only_as_many_as_needed_are_trained_on(data: Path, plan: DataPlan, tmp_path: Path) -> None:
+    """Whatever else lies there: else a draft would follow from how often the making was interrupted."""
+    shutil.copytree(data, tmp_path / "answers")
+    paths = train_shards(tmp_path / "answers", plan)
+    held = [num_answer_tokens(path) for path in paths]
+    assert sum(held) >= plan.answer_tokens > sum(held[:-1])
+    shutil.copy(paths[0], shard_path(tmp_path / "answers" / TRAIN, len(paths) + 1))
+    assert train_shards(tmp_path / "answers", plan) == paths
+    assert train_shards(tmp_path / "answers", replace(plan, answer_tokens=held[0])) == paths[:1]
+
+
+def test_every_other_shard(data: Path, plan: DataPlan, load: Callable[[], Target], tmp_path: Path) -> None:
+    odd = replace(plan, shards=(1, 2), answer_tokens=1500, held_out_prompts=1)
+    claim(tmp_path, odd)
+    generate(load(), tmp_path, odd, silent)
+    assert is_complete(tmp_path, odd)
+    assert not is_complete(tmp_path, plan)
+    paths = train_shards(tmp_path, odd)
+    assert [path.name[6:11] for path in paths] == [f"{index:05}" for index in range(1, 2 * len(paths), 2)]
+    assert paths[0].read_bytes() == shard_path(data / TRAIN, 1).read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -74,7 +100,7 @@ def test_two_processes_make_what_one_makes(
 )
 def test_answers_of_another_plan_are_refused(data: Path, plan: DataPlan, changes: dict, field: str) -> None:
     claim(data, plan)
-    with pytest.raises(OtherData, match=f"{field} is"):
+    with pytest.raises(Refused, match=f"{field} is"):
         claim(data, replace(plan, **changes))
 
 
@@ -87,6 +113,20 @@ def test_progress_is_told(plan: DataPlan, load: Callable[[], Target], tmp_path: 
     said: list[tuple[str, float | None]] = []
     generate(load(), tmp_path, plan, lambda what, share: said.append((what, share)))
     assert {what for what, _ in said} == {"held-out answers", "answers of the target"}
-    shares = [share for what, share in said if what == "answers of the target" and share is not None]
-    assert shares == sorted(shares)
-    assert 0 < shares[-1] <= 1
+    for stage in ("held-out answers", "answers of the target"):
+        shares = [share for what, share in said if what == stage and share is not None]
+        assert shares == sorted(shares)
+        assert shares[0] < 0.5
+        assert shares[-1] == 1
+        assert len(set(shares)) > 10
+
+
+def test_damaged_files_are_named(data: Path, plan: DataPlan, tmp_path: Path) -> None:
+    folder = tmp_path / "answers"
+    shutil.copytree(data, folder)
+    shard_path(folder / TRAIN, 0).write_bytes(b"nonsense")
+    with pytest.raises(Refused, match=r"work: .*shard-00000\.safetensors is damaged"):
+        is_complete(folder, plan)
+    (folder / "data.json").write_text("{")
+    with pytest.raises(Refused, match=r"work: .*data\.json is damaged"):
+        claim(folder, plan)

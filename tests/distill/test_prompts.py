@@ -65,8 +65,29 @@ def test_a_second_value_differs_from_the_first() -> None:
 def test_digests_tell_versions_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     before = {split: split_digest(split) for split in SPLITS}
     assert before[TRAIN] != before[HELD_OUT]
-    lists = {file: dict(prompts._read(file)) for file in ("tasks.txt", "words.txt")}
+    lists = {file: dict(prompts._read(file)) for file in ("tasks.txt", "more_tasks.txt", "words.txt")}
     lists["words.txt"]["place"] = [*lists["words.txt"]["place"], "Atlantis"]
     monkeypatch.setattr(prompts, "_read", lists.__getitem__)
     assert {split: split_digest(split) for split in SPLITS} != before
     assert prompts_digest(some(TRAIN, 3)) != prompts_digest(some(TRAIN, 4))
+
+
+def test_more_families_say_nothing_that_is_held_out() -> None:
+    """They are as good as unrelated to those held out, and share words with the train split only."""
+    held_out = [family for families in prompts._families(HELD_OUT).values() for family in families]
+    more = [family for families in prompts._families(TRAIN, more=True).values() for family in families]
+    assert len(set(more)) > 250
+    for family in more:
+        for other in held_out:
+            ours, theirs = bag(family), bag(other)
+            assert len(ours & theirs) / len(ours | theirs) < 0.55, (family, other)
+    found = list(islice(conversations(TRAIN, 1, more=True), 3000))
+    assert {one.family for one in found} <= set(more)
+    assert not [one for one in found if any("{" in turn or "}" in turn for turn in one.turns)]
+    with pytest.raises(ValueError, match="for training"):
+        next(conversations(HELD_OUT, 1, more=True))
+
+
+def bag(family: str) -> set[str]:
+    """Its words, slots by their kind."""
+    return set(re.findall(r"[a-z]+", family.lower()))
