@@ -35,7 +35,7 @@ class Gateway:
         await self.call.write(scheduler_pb2.SessionRequest(**fields))
 
     async def read(self) -> Any:
-        response = await asyncio.wait_for(self.call.read(), 5)
+        response = await asyncio.wait_for(self.call.read(), 60)
         assert response is not grpc.aio.EOF, "the session ended"
         self.responses.append(response)
         return response

@@ -97,7 +97,7 @@ def test_exploring_costs_no_more_than_its_share_and_never_more_than_it_could_bri
     for duration_s, late, comes in steps:
         delta_s = exploration.wait_s(late, rate)
         assert 0 <= delta_s <= LONGEST_S
-        assert rate * delta_s <= sum(max(0.0, row.gain) for row in late) * (1 + 1e-9)
+        assert rate * delta_s <= sum(max(0.0, row.gain) for row in late) * (1 + 1e-9) + 1e-300
         if delta_s:
             exploration.explored(delta_s, comes)
             lost_s += 0.0 if comes else delta_s
