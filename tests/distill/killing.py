@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import transformers.models.llama.modeling_llama  # noqa: F401 - once, not in every child
 
 import distill.pipeline
 from cli.__main__ import main
