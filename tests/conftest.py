@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -20,3 +23,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
         with contextlib.suppress(build.NoKernels):
             build.library()
+
+
+@pytest.fixture
+def restored_process() -> Iterator[None]:
+    """For tests that run a service's `main` here: how it logs and how its threads take turns ends with the test."""
+    root, interval_s = logging.getLogger(), sys.getswitchinterval()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:], root.level = handlers, level
+    sys.setswitchinterval(interval_s)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 import sys
 import time
@@ -200,6 +199,7 @@ async def test_case_70_padded_vocabularies_work_together(
     assert "a round failed" not in caplog.text
 
 
+@pytest.mark.usefixtures("restored_process")
 def test_case_70_a_permuted_vocabulary_is_refused_at_start(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -210,9 +210,6 @@ def test_case_70_a_permuted_vocabulary_is_refused_at_start(
     (permuted / "tokenizer.json").write_text(json.dumps(tokenizer))
     flags = [f"--draft={permuted}", f"--target-model={folder}", f"--target={MODEL}", "--port=0"]
     monkeypatch.setattr(sys, "argv", ["draft_worker", *flags])
-    root = logging.getLogger()  # is set up anew by main
-    for name, value in (("handlers", list(root.handlers)), ("level", root.level)):
-        monkeypatch.setattr(root, name, value)
     assert draft_worker.__main__.main() == 2
     told = capsys.readouterr()
     assert "token 97 is" in told.err

@@ -6,20 +6,13 @@ import io
 import json
 import logging
 import re
-from collections.abc import Iterator
 
 import pytest
 
 from cluster import logs
 from cluster.logs import event
 
-
-@pytest.fixture(autouse=True)
-def restore_logging() -> Iterator[None]:
-    root = logging.getLogger()
-    before, level = root.handlers[:], root.level
-    yield
-    root.handlers[:], root.level = before, level
+pytestmark = pytest.mark.usefixtures("restored_process")
 
 
 def lines(style: str = "text", level: str = "info") -> tuple[logging.Logger, io.StringIO]:

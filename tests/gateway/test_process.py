@@ -121,6 +121,7 @@ def _fetch(url: str) -> str:
         return page.read().decode()
 
 
+@pytest.mark.usefixtures("restored_process")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
