@@ -140,7 +140,7 @@ class Speculation:
             return None
         if self.phase is Phase.PROBING and self._plans < self._until:
             return self._probe(decodes, room, config.max_draft_tokens)
-        survivals = self._survivals(decodes, config.max_draft_tokens)
+        survivals = self._survivals(decodes, config.max_draft_tokens, begin=not num_other_tokens)
         if not any(survivals):
             return None
         if self.phase is Phase.ON and self._plans >= self._until:
@@ -250,8 +250,12 @@ class Speculation:
                 drafts[row] = 1
                 room -= 1
 
-    def _survivals(self, decodes: list[Sequence], max_draft_tokens: int) -> list[list[float]]:
-        """Per row, for as many positions as it may draft."""
+    def _survivals(self, decodes: list[Sequence], max_draft_tokens: int, begin: bool) -> list[list[float]]:
+        """Per row, for as many positions as it may draft: none for one that never has, unless drafts may `begin`.
+
+        A draft worker has to read all of a sequence before its first guess. Of those that wait for their prompts each
+        will be a row soon, so what pays for the few that run already may be over before that is earned back.
+        """
         curves = {greedy: curve.conditional(max_draft_tokens) for greedy, curve in self._curves.items()}
         common = {greedy: survival(curve) for greedy, curve in curves.items()}
         survivals = []
@@ -259,7 +263,9 @@ class Speculation:
             spec = sequence.request.spec
             state = sequence.drafts
             greedy = spec.greedy
-            if state is None:
+            if state is None and not begin:
+                positions = []
+            elif state is None:
                 positions = common[greedy]
             else:
                 positions = survival(shifted(curves[greedy], state.evidence.odds_ratio))
