@@ -78,7 +78,7 @@ def test_the_table() -> None:
 
 def test_the_bound_of_one_row_is_the_formula() -> None:
     """100 tokens in 100 steps of 10 ms; with k = 4 in 50 of 15, and 4 ms of drafting each."""
-    one = {"draft_budget": 0, "decode_rows": 100, "steps": 100, "duration_s": 1.0, "parts_cpu_s": {}}
+    one: dict[str, Any] = {"draft_budget": 0, "decode_rows": 100, "steps": 100, "duration_s": 1.0, "parts_cpu_s": {}}
     off = run(1, False, 100, **one)
     on = run(
         1, True, 100, **{**one, "decode_rows": 50, "steps": 50, "draft_budget": 200, "parts_cpu_s": {"draft": 0.2}}

@@ -171,9 +171,11 @@ class Served:
         return worker
 
     def kill(self, worker: Worker) -> None:
-        """Break its stream as a death does: without a silence before, however late this machine is."""
+        """Break its stream as a death does: no silence before, nor a pause of ours, however late this machine is."""
         (link,) = (one for one in self.cell.links.values() if one.epoch == worker.welcome.epoch)
         link.last_heard = math.inf
+        self.cell._blameless_until = 0.0
+        self.cell._note_pause = lambda now: False  # type: ignore[method-assign]
         worker.call.cancel()
 
 
