@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from draft_worker.mirror import Mirror
+from engine import noise
 from engine.batch import Batch, Choices, DecodeRows, pad_tables
 
 _FIRST_ROWS = 16
@@ -73,13 +74,13 @@ class TokenRows:
         numbers: list[int] = []
         for slot, mirror in enumerate(mirrors):
             self._write(slot, mirror.block_ids)
-            position, seed = mirror.known - 1, mirror.seed
+            position = mirror.known - 1
             token_id = mirror.token(position)
             numbers += (
                 slot,
                 position,
                 token_id if token_id < self._vocab_size else 0,
-                seed - (seed >> 63 << 64),
+                noise.signed(mirror.seed),
                 position + 1 - mirror.num_prompt,
             )
         return DecodeRows(numbers, [mirror.temperature for mirror in mirrors], self._tables)

@@ -90,8 +90,9 @@ class DecoderModel:
         self._feed = TokenFeed(max_sequences, device)
         self._stream = self._launches_on(stream, device.type == "cuda" if run_ahead is None else run_ahead)
         self._progress = progress
-        self.weights = self._read(facts, progress, cache) if weights is None else weights
-        self._decoder = Decoder(spec, self.weights, ops, dtype, device, max_model_len)
+        if weights is None:
+            weights = self._read(facts, progress, cache)
+        self._decoder = Decoder(spec, weights, ops, dtype, device, max_model_len)
         self._forward: Callable[[Batch], torch.Tensor] = self._as_it_is
         self._decode_steps: DecodeSteps | None = None
         self._ahead: AheadSteps | None = None

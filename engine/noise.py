@@ -47,6 +47,11 @@ def choice_seed(seed: int, choice: int) -> int:
     return _mix64(_mix64(seed ^ CHOICE) + choice * GOLDEN)
 
 
+def signed(seed: int) -> int:
+    """The same 64 bits as a signed number, as `DecodeRows` takes seeds."""
+    return seed - (seed >> 63 << 64)
+
+
 def row_key(seed: int, output_index: int) -> tuple[int, int]:
     """(k0, k1): what the noise of one position takes from the choice's seed and the output index."""
     key = _mix64(_mix64(seed & _MASK64) + (output_index + 1) * GOLDEN)

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from cluster.draft_news import Source
+from engine import noise
 from engine.batch import EngineInfo
 from engine.token_counts import TokenCounts
 from worker.steps import Admission, Finish, Resident, SamplingParams
@@ -76,7 +77,7 @@ class Sequence:
     _counts: TokenCounts | None = None
 
     def __post_init__(self) -> None:
-        self.signed_seed = self.choice_seed - (self.choice_seed >> 63 << 64)
+        self.signed_seed = noise.signed(self.choice_seed)
         self.longest = self.num_prompt + self.params.max_tokens
 
     @property

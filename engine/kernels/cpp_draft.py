@@ -7,15 +7,13 @@ a step reads half of the bytes that bfloat16 takes. Everything else is `CppOps`.
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 
 from engine.kernels import cpp_linear
 from engine.kernels.build import level_number, library
 from engine.kernels.cpp_linear import GATED_COLUMNS, TILE_COLUMNS
-from engine.kernels.cpp_ops import CppOps
-from engine.kernels.ops import ACTIVATIONS, PackedLinear
+from engine.kernels.cpp_ops import ACTIVATION_NUMBERS, CppOps
+from engine.kernels.ops import PackedLinear
 from engine.kernels.pages import zero_pages
 
 QUAD = 4
@@ -25,7 +23,6 @@ NUMBERS_OF_TWO = 3
 """a row's: see `best_two`"""
 MARGIN_UNITS = 1 << 20
 
-_ACTIVATION_NUMBERS = {name: number for number, name in enumerate(ACTIVATIONS)}
 _WRITE, _ADD, _GATE, _ACTIVATE = range(4)
 """how a product ends, in the order of csrc/linear.h"""
 
@@ -36,7 +33,6 @@ class DraftOps(CppOps):
     def __init__(self, token_ids: torch.Tensor, level: str | None = None) -> None:
         """`token_ids` [V]: the target's ids of the head's rows, ascending. Otherwise as CppOps."""
         super().__init__(level)
-        load_operations()
         self._token_ids = token_ids.to(torch.int32).contiguous()
         self._int8_linear = torch.ops.tandem.int8_linear.default
 
@@ -76,11 +72,11 @@ class DraftOps(CppOps):
         self._int8_linear(self._level, x, weight.data, weight.bias, _ADD, 0, scale, 0.0, out)
 
     def linear_gated(self, x: torch.Tensor, weight: PackedLinear, activation: str, out: torch.Tensor) -> None:
-        number = _ACTIVATION_NUMBERS[activation]
+        number = ACTIVATION_NUMBERS[activation]
         self._int8_linear(self._level, x, weight.data, weight.bias, _GATE, number, 1.0, 0.0, out)
 
     def linear_activation(self, x: torch.Tensor, weight: PackedLinear, activation: str, out: torch.Tensor) -> None:
-        number = _ACTIVATION_NUMBERS[activation]
+        number = ACTIVATION_NUMBERS[activation]
         self._int8_linear(self._level, x, weight.data, weight.bias, _ACTIVATE, number, 1.0, 0.0, out)
 
     def new_choices(self, num_rows: int) -> torch.Tensor:
@@ -150,15 +146,3 @@ def best_two(
 def level_of_loaded() -> int | None:
     """The CPU's best level, if whoever loaded a model has loaded the kernels; nothing is built here."""
     return level_number(library()) if hasattr(torch.ops.tandem, "best_two") else None
-
-
-@cache
-def load_operations() -> str:
-    """Load the library, tell torch how the operations behave on tensors without data, and return the best level.
-
-    Raises `build.NoKernels`.
-    """
-    level = library()
-    for name in ("int8_linear", "best_two"):
-        torch.library.register_fake(f"tandem::{name}", lambda *arguments: None)
-    return level

@@ -109,6 +109,8 @@ _MUTATING = (
     "rms_norm",
     "rms_norm_add",
     "layer_norm",
+    "int8_linear",
+    "best_two",
 )
 """operations that only write into an argument: there is nothing to say of their results' shapes"""
 

@@ -27,7 +27,7 @@ from engine.kernels.ops import (
 KERNELS_VERSION = 1
 """Rises when results change a bit on purpose; the sources' hash tells of the other times."""
 
-_ACTIVATION_NUMBERS = {name: number for number, name in enumerate(ACTIVATIONS)}
+ACTIVATION_NUMBERS = {name: number for number, name in enumerate(ACTIVATIONS)}
 
 
 def fingerprint(level: str) -> str:
@@ -118,10 +118,10 @@ class CppOps:
         self._linear_add(self._level, x, weight.data, weight.bias, scale, out)
 
     def linear_gated(self, x: torch.Tensor, weight: PackedLinear, activation: str, out: torch.Tensor) -> None:
-        self._linear_gated(self._level, x, weight.data, weight.bias, _ACTIVATION_NUMBERS[activation], out)
+        self._linear_gated(self._level, x, weight.data, weight.bias, ACTIVATION_NUMBERS[activation], out)
 
     def linear_activation(self, x: torch.Tensor, weight: PackedLinear, activation: str, out: torch.Tensor) -> None:
-        self._linear_activation(self._level, x, weight.data, weight.bias, _ACTIVATION_NUMBERS[activation], out)
+        self._linear_activation(self._level, x, weight.data, weight.bias, ACTIVATION_NUMBERS[activation], out)
 
     def rotate_write(
         self,

@@ -127,7 +127,7 @@ def test_layers_are_coded_and_keep_their_bits(tiny_model):
         state = Sequences(ModelRunner(model, facts, RunnerOptions(num_blocks=40)))
         prompts = [(f"s{index}", 0, list(range(5 + index, 9 + 9 * index))) for index in range(5)]
         logits.append(torch.cat([state.run(*prompts), state.run(*((name, len(ids), [3]) for name, _, ids in prompts))]))
-        packed = [weight for weight in model.weights.values() if isinstance(weight, PackedLinear)]
+        packed = [weight for weight in model._decoder._weights.values() if isinstance(weight, PackedLinear)]
         sizes.append(sum(weight.data.nbytes for weight in packed[:-1]))
     assert torch.equal(logits[0], logits[1])
     assert sizes[0] < 0.8 * sizes[1]

@@ -9,7 +9,7 @@ import torch
 
 from engine.batch import Choices
 from engine.guessing import Guess, best_two, guesses_of
-from engine.kernels import cpp_draft
+from engine.kernels import cpp_draft, cpp_linear
 from engine.kernels.build import NoKernels
 from engine.sampler import SampleRow, sample
 from engine.sampling_params import SamplingParams
@@ -24,7 +24,7 @@ def _route(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(cpp_draft, "level_of_loaded", lambda: None)
         return
     try:
-        cpp_draft.load_operations()
+        cpp_linear.load_operations()
     except NoKernels as error:
         pytest.skip(str(error))
 
@@ -85,7 +85,7 @@ def test_what_is_not_there() -> None:
 
 def test_kernels_and_torch_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
-        cpp_draft.load_operations()
+        cpp_linear.load_operations()
     except NoKernels as error:
         pytest.skip(str(error))
     logits = torch.randn(12, 5000, generator=torch.Generator().manual_seed(5)) * 3

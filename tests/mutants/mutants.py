@@ -200,7 +200,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "seed-cut-to-63-bits",
         "worker/sequences.py",
-        "self.signed_seed = self.choice_seed - (self.choice_seed >> 63 << 64)",
+        "self.signed_seed = noise.signed(self.choice_seed)",
         "self.signed_seed = self.choice_seed & ~(1 << 63)",
         ("tests/worker/test_choosing.py",),
     ),

@@ -7,6 +7,8 @@ runs without the cases marked `full_only`.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +37,26 @@ def supported_levels() -> tuple[str, ...]:
         return ()
     flags = next((set(line.split(":")[1].split()) for line in lines if line.startswith("flags")), set())
     return tuple(level for level, needed in CPU_FLAGS.items() if needed <= flags)
+
+
+def built_levels() -> list[str]:
+    """The levels of the C++ kernels that run here, the best last; none without a compiler."""
+    try:
+        best = build.level_number(build.library())
+    except build.NoKernels:
+        return []
+    return [level for level in build.LEVELS if build.level_number(level) <= best]
+
+
+@contextmanager
+def on_threads(count: int) -> Iterator[None]:
+    """The C++ kernels compute on so many threads. They have been loaded."""
+    before: int = torch.ops.tandem.num_threads()
+    torch.ops.tandem.set_threads(count, [])
+    try:
+        yield
+    finally:
+        torch.ops.tandem.set_threads(before, [])
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,3 +113,32 @@ def implementation(request: pytest.FixtureRequest) -> Implementation:
         return Implementation(name, CppOps(name))
     except build.NoKernels as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module", params=list(build.LEVELS))
+def cpp_level(request: pytest.FixtureRequest) -> str:
+    """Each level of the C++ kernels."""
+    level: str = request.param
+    if level not in built_levels():
+        pytest.skip(f"no kernels at {level} here")
+    return level
+
+
+@pytest.fixture(scope="module")
+def ops(cpp_level: str) -> CppOps:
+    return CppOps(cpp_level)
+
+
+@pytest.fixture
+def some_ops() -> CppOps:
+    """Of the best level."""
+    if not built_levels():
+        pytest.skip("no kernels here")
+    return CppOps()
+
+
+@pytest.fixture
+def four_threads() -> Iterator[None]:
+    """To be named behind the kernels that it is for, which load the library."""
+    with on_threads(4):
+        yield

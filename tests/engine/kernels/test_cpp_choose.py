@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine import noise
-from engine.kernels import build, cpp_choose
+from engine.kernels import cpp_choose
 from engine.kernels.cpp_choose import CppChoose, Cuts
 from engine.logprobs import position_logprobs
 from engine.sampler import SampleRow, sample
@@ -24,15 +24,9 @@ GOLDEN_FILE = Path(__file__).parents[1] / "golden_noise.txt"
 SEED = 0xFEED_BEEF_0BAD_CAFE
 
 
-@pytest.fixture(scope="module", params=["avx2", "avx512", "avx512bf16"])
-def kernels(request: pytest.FixtureRequest) -> CppChoose:
-    try:
-        best = build.library()
-    except build.NoKernels as error:
-        pytest.skip(str(error))
-    if build.level_number(request.param) > build.level_number(best):
-        pytest.skip(f"the CPU has no {request.param}")
-    return CppChoose(request.param)
+@pytest.fixture(scope="module")
+def kernels(cpp_level: str) -> CppChoose:
+    return CppChoose(cpp_level)
 
 
 @pytest.fixture(autouse=True)
@@ -41,14 +35,6 @@ def _torch_path() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpp_choose, "kernels_for", lambda logits: None)
         yield
-
-
-@pytest.fixture
-def four_threads(kernels: CppChoose) -> Iterator[None]:
-    before = torch.ops.tandem.num_threads()
-    torch.ops.tandem.set_threads(4, [])
-    yield
-    torch.ops.tandem.set_threads(before, [])
 
 
 def choose(kernels: CppChoose, logits: torch.Tensor, params: list[SamplingParams], *, cut: bool = True) -> list[int]:

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from engine.kernels import build, cpp_linear
+from engine.kernels import cpp_linear
 from engine.kernels.cpp_ops import CppOps
 from engine.kernels.ops import PackedLinear
+from tests.engine.kernels.conftest import on_threads
 from tests.engine.kernels.oracle import assert_same_bits
 
 BF16 = torch.bfloat16
@@ -21,34 +22,10 @@ ROWS = (1, 2, 3, 5, 8, 9, 16, 17, 40)
 """of which the last ones are multiplied by decoded tiles, at every level"""
 
 
-def _levels() -> list[str]:
-    try:
-        best = build.level_number(build.library())
-    except build.NoKernels:
-        return []
-    return [level for level in build.LEVELS if build.level_number(level) <= best]
-
-
-@pytest.fixture(scope="module", params=list(build.LEVELS))
-def ops(request: pytest.FixtureRequest) -> CppOps:
-    if request.param not in _levels():
-        pytest.skip(f"no kernels at {request.param} here")
-    return CppOps(request.param)
-
-
-@pytest.fixture
-def some_ops() -> CppOps:
-    if not _levels():
-        pytest.skip("no kernels here")
-    return CppOps()
-
-
 @pytest.fixture
 def three_threads(ops: CppOps) -> Iterator[None]:
-    before: int = torch.ops.tandem.num_threads()
-    torch.ops.tandem.set_threads(3, [])
-    yield
-    torch.ops.tandem.set_threads(before, [])
+    with on_threads(3):
+        yield
 
 
 def _weight(n: int, k: int, odd: int, seed: int = 0) -> torch.Tensor:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -28,23 +27,9 @@ EXAMPLES = settings(
 )
 
 
-@pytest.fixture(scope="module", params=list(build.LEVELS))
-def ops(request: pytest.FixtureRequest) -> DraftOps:
-    try:
-        best = build.library()
-    except build.NoKernels as error:
-        pytest.skip(str(error))
-    if build.level_number(request.param) > build.level_number(best):
-        pytest.skip(f"the CPU has no {request.param}")
-    return DraftOps(torch.arange(10), request.param)
-
-
-@pytest.fixture
-def four_threads(ops: DraftOps) -> Iterator[None]:
-    before = torch.ops.tandem.num_threads()
-    torch.ops.tandem.set_threads(4, [])
-    yield
-    torch.ops.tandem.set_threads(before, [])
+@pytest.fixture(scope="module")
+def ops(cpp_level: str) -> DraftOps:
+    return DraftOps(torch.arange(10), cpp_level)
 
 
 def normal(*shape: int, dtype: torch.dtype = F32, seed: int = 0) -> torch.Tensor:

@@ -7,9 +7,10 @@ import math
 import pytest
 import torch
 
-from engine.kernels import build, cpp_draft, cpp_linear, threads
+from engine.kernels import build, cpp_linear, threads
 from engine.kernels.cpp_ops import CppOps
 from engine.kernels.ops import ACTIVATIONS, PackedLinear
+from tests.engine.kernels.conftest import built_levels, on_threads
 from tests.engine.kernels.oracle import assert_same_bits
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -17,36 +18,8 @@ SHAPES = [(33, 7, BF16), (95, 64, BF16), (1, 130, BF16), (40, 129, F32), (64, 1,
 """(columns, depth, dtype): odd ones, a single one, several tiles"""
 
 
-def _levels() -> list[str]:
-    try:
-        best = build.level_number(build.library())
-    except build.NoKernels:
-        return []
-    return [level for level in build.LEVELS if build.level_number(level) <= best]
-
-
-@pytest.fixture(scope="module", params=list(build.LEVELS))
-def ops(request: pytest.FixtureRequest) -> CppOps:
-    if request.param not in _levels():
-        pytest.skip(f"no kernels at {request.param} here")
-    return CppOps(request.param)
-
-
-@pytest.fixture
-def some_ops() -> CppOps:
-    if not _levels():
-        pytest.skip("no kernels here")
-    return CppOps()
-
-
 def _normal(*shape: int, dtype: torch.dtype = F32, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def _on_threads(count: int) -> int:
-    before: int = torch.ops.tandem.num_threads()
-    torch.ops.tandem.set_threads(count, [])
-    return before
 
 
 # ------------------------------------------------------------------------------------------------------- layouts
@@ -99,17 +72,13 @@ def test_a_rows_bits_are_its_own(n: int, k: int, dtype: torch.dtype, ops: CppOps
     alone = torch.empty(40, n)
     for row in range(40):
         ops.linear(x[row : row + 1], packed, alone[row : row + 1])
-    before = _on_threads(1)
-    try:
-        for count in (1, 2, 3):
-            _on_threads(count)
+    for count in (1, 2, 3):
+        with on_threads(count):
             for size in range(1, 41):
                 start = (size * 7) % (41 - size)
                 out = torch.full((size, n), math.nan)
                 ops.linear(x[start : start + size], packed, out)
                 assert_same_bits(out, alone[start : start + size])
-    finally:
-        _on_threads(before)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
@@ -119,11 +88,8 @@ def test_blocks_of_rows_leave_no_trace(dtype: torch.dtype, ops: CppOps) -> None:
     packed = ops.pack(_normal(n, k, dtype=dtype))
     x = _normal(rows, k, dtype=dtype, seed=1)
     together, alone = torch.empty(rows, n), torch.empty(rows, n)
-    before = _on_threads(3)
-    try:
+    with on_threads(3):
         ops.linear(x, packed, together)
-    finally:
-        _on_threads(before)
     for row in range(rows):
         ops.linear(x[row : row + 1], packed, alone[row : row + 1])
     assert_same_bits(together, alone)
@@ -145,7 +111,7 @@ def test_levels_agree_but_for_rounding(some_ops: CppOps) -> None:
     """A level that read another weight or another row would be off by far more."""
     weight, x = _normal(70, 301, dtype=BF16), _normal(11, 301, dtype=BF16, seed=1)
     exact = x.double() @ weight.double().T
-    for level in _levels():
+    for level in built_levels():
         ops = CppOps(level)
         out = torch.empty(11, 70)
         ops.linear(x, ops.pack(weight), out)
@@ -286,7 +252,6 @@ def test_a_step_can_be_traced(some_ops: CppOps) -> None:
 
 
 def test_every_operation_has_a_fake(some_ops: CppOps) -> None:
-    cpp_draft.load_operations()  # which the decoder of a target does without
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("tandem::")]
     assert len(names) > 10
     without_tensors = {"tandem::best_level", "tandem::set_threads", "tandem::num_threads"}
@@ -302,15 +267,12 @@ def test_every_operation_has_a_fake(some_ops: CppOps) -> None:
 
 
 def test_the_fingerprint_names_level_and_sources(some_ops: CppOps) -> None:
-    prints = {CppOps(level).fingerprint for level in _levels()}
-    assert len(prints) == len(_levels())
+    prints = {CppOps(level).fingerprint for level in built_levels()}
+    assert len(prints) == len(built_levels())
     assert all(build.sources_hash() in text for text in prints)
 
 
 def test_threads_are_used_when_told(some_ops: CppOps) -> None:
-    before = _on_threads(1)
-    try:
+    with on_threads(1):
         assert threads.use_threads(2) == 2
         assert torch.ops.tandem.num_threads() == 2
-    finally:
-        _on_threads(before)

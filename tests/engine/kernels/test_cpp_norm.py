@@ -5,22 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.kernels import build
 from engine.kernels.cpp_ops import CppOps
+from tests.engine.kernels.conftest import on_threads
 from tests.engine.kernels.oracle import UNIT, assert_same_bits, layer_norm, rms_norm
 
 EPS = 1e-5
-
-
-@pytest.fixture(scope="module", params=list(build.LEVELS))
-def ops(request: pytest.FixtureRequest) -> CppOps:
-    try:
-        best = build.level_number(build.library())
-    except build.NoKernels as error:
-        pytest.skip(str(error))
-    if build.level_number(request.param) > best:
-        pytest.skip(f"the CPU has no {request.param}")
-    return CppOps(request.param)
 
 
 def _rows(num_rows: int, width: int, seed: int = 0) -> torch.Tensor:
@@ -49,16 +38,12 @@ def test_a_rows_bits_are_its_own(width: int, ops: CppOps) -> None:
     alone = torch.empty(num_rows, width)
     for row in range(num_rows):
         ops.layer_norm(x[row : row + 1], weight, None, EPS, alone[row : row + 1])
-    before = torch.ops.tandem.num_threads()
-    try:
-        for count in (1, 2, 3):
-            torch.ops.tandem.set_threads(count, [])
+    for count in (1, 2, 3):
+        with on_threads(count):
             for rows in (x, x.contiguous()):
                 out = torch.empty(num_rows, width)
                 ops.layer_norm(rows, weight, None, EPS, out)
                 assert_same_bits(out, alone)
-    finally:
-        torch.ops.tandem.set_threads(before, [])
 
 
 def test_a_norm_of_zeros_and_of_infinity(ops: CppOps) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -28,14 +27,6 @@ def ops(request: pytest.FixtureRequest) -> CppOps:
         return CppOps(request.param)
     except build.NoKernels as error:
         pytest.skip(str(error))
-
-
-@pytest.fixture
-def four_threads(ops: CppOps) -> Iterator[None]:
-    before = torch.ops.tandem.num_threads()
-    torch.ops.tandem.set_threads(4, [])
-    yield
-    torch.ops.tandem.set_threads(before, [])
 
 
 def keys_of(num_rows: int) -> torch.Tensor:
