@@ -98,9 +98,9 @@ class Cell:
         self.schedule_planning()
         return link
 
-    def stream_ended(self, link: WorkerLink, in_order: bool) -> None:
-        """A worker's stream ended, by its own doing or not. Idempotent."""
-        if in_order or link.draining:
+    def stream_ended(self, link: WorkerLink) -> None:
+        """A worker's stream ended, by its own will or not. Idempotent."""
+        if link.leaving or link.draining:
             self.detach(link, crashed=False, why="it left")
         elif link.is_cut_off(self._loop.time()):
             self.detach(link, crashed=False, why="it was cut off, or stood still")
@@ -126,14 +126,15 @@ class Cell:
 
     def heartbeat(self, link: WorkerLink, message: Any) -> None:
         """A sign of life."""
-        link.last_heard = self._loop.time()
+        link.hear(self._loop.time())
         self.core.workers[link.worker_id].drafting = message.drafting
 
     def result(self, link: WorkerLink, message: Any) -> None:
         """The outcome of a step."""
         if self.links.get(link.worker_id) is not link or (message.term, message.epoch) != (self.term, link.epoch):
             return  # of an old attachment: its sequences went on elsewhere
-        now = link.last_heard = self._loop.time()
+        now = self._loop.time()
+        link.hear(now)
         link.last_step_s = message.duration_s
         try:
             updates = self.core.apply(link.worker_id, convert.step_outcome(message))

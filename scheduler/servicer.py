@@ -97,7 +97,6 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             link = self._cell.attach(message.hello)
         except errors.TandemError as error:
             await errors.abort(context, error)
-        in_order = False
         try:
             welcome = scheduler_pb2.AttachWelcome(term=self._cell.term, epoch=link.epoch)
             await context.write(scheduler_pb2.AttachResponse(welcome=welcome))
@@ -105,9 +104,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 _read_until_end(context, lambda message: self._on_worker_message(link, message)),
                 _write_until_end(context, link.next_message),
             )
-            in_order = True  # it closed its side, or we ours
         finally:
-            self._cell.stream_ended(link, in_order)
+            self._cell.stream_ended(link)
 
     def _on_worker_message(self, link: WorkerLink, message: Any) -> None:
         if link.closed:
@@ -119,6 +117,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             self._cell.heartbeat(link, message.heartbeat)
         elif kind == "draining":
             self._cell.drain_worker(link.worker_id)
+        elif kind == "leaving":
+            link.leaving = True
 
     async def Announce(self, request_iterator: Any, context: Any) -> None:
         hello = await _first(context)

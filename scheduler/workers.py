@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,8 +29,18 @@ class WorkerLink:
     draining: bool = False
     """it is to be relieved; its end is no crash"""
     drained_sent: bool = False
+    leaving: bool = False
+    """it has said so. How its stream ends tells nothing: one that is reset may read as one that was closed"""
     closed: bool = False
+    _silent_until: float = -math.inf
+    """when the last silence of SILENT_S or more ended"""
     _outbox: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
+
+    def hear(self, now: float) -> None:
+        """Something came from it."""
+        if self.is_frozen(now, SILENT_S):
+            self._silent_until = now
+        self.last_heard = now
 
     def send(self, message: Any) -> None:
         """Queue a message; bounded by the protocol itself: two steps, and rare notices."""
@@ -64,8 +75,12 @@ class WorkerLink:
         return now - self.last_heard > timeout_s
 
     def is_cut_off(self, now: float) -> bool:
-        """Whether a connection that breaks now does so because nothing came through, not because the worker died."""
-        return self.is_frozen(now, SILENT_S)
+        """Whether a connection that breaks now does so because nothing came through, not because the worker died.
+
+        A peer gives up a link that is cut. When the link is whole again, what was under way still arrives, and
+        only then the break.
+        """
+        return self.is_frozen(now, SILENT_S) or now - self._silent_until < KEEPALIVE_TIMEOUT_S
 
 
 @dataclass(eq=False)

@@ -28,6 +28,7 @@ from worker.convert import (
     draining_to_proto,
     heartbeat_to_proto,
     hello_to_proto,
+    leaving_to_proto,
     result_to_proto,
     step_from_proto,
 )
@@ -88,7 +89,7 @@ class Attachment:
         self._outbox: asyncio.Queue[scheduler_pb2.AttachRequest | None] = asyncio.Queue()
         """None: nothing more is written"""
         self._call: grpc.aio.StreamStreamCall | None = None
-        """the stream that counts; one that is being left does no more"""
+        """the stream that counts, from Hello on; one that is being left does no more"""
         self._farewells: set[asyncio.Task[None]] = set()
         self._draining = False
         self.to_be_relieved = False
@@ -130,9 +131,10 @@ class Attachment:
     async def drain(self, timeout_s: float) -> None:
         """Ask to be relieved, and go on executing until that is so, the stream is lost or the time is over."""
         self._draining = True
-        if not self.attached:
+        if self._call is None:
             return
-        self._outbox.put_nowait(draining_to_proto())
+        if self.attached:
+            self._outbox.put_nowait(draining_to_proto())
         try:
             await asyncio.wait_for(self._ended.wait(), timeout_s)
         except TimeoutError:
@@ -163,10 +165,13 @@ class Attachment:
             self._outbox = asyncio.Queue()
             self.last_step = self._issued = 0
             self._set_attached(True)
+            if self._draining:
+                self._outbox.put_nowait(draining_to_proto())
             running = (self._read(call), self._write(call), self._beat(), self._until_outranked())
             parts = [asyncio.ensure_future(part) for part in running]
             await until_one_ends(parts)
         except Outranked:
+            self._outbox.put_nowait(leaving_to_proto())
             self._outbox.put_nowait(None)
             farewell = asyncio.ensure_future(_take_leave(call, channel, parts))
             self._farewells.add(farewell)
@@ -176,6 +181,7 @@ class Attachment:
         finally:
             self._steps.drop_queued()
             if self._call is call:
+                self._call = None
                 await _end(call, channel, parts)
 
     async def _introduce(self, call: grpc.aio.StreamStreamCall, residents: list[Resident]) -> None:
@@ -268,7 +274,7 @@ class Attachment:
 async def _take_leave(
     call: grpc.aio.StreamStreamCall, channel: grpc.aio.Channel, parts: list[asyncio.Task[None]]
 ) -> None:
-    """Close our side, so that the scheduler takes the end for no crash; the writer ends by itself.
+    """Say so and close our side, so that the scheduler takes the end for no crash; the writer ends by itself.
 
     Neither reading nor writing is cancelled before that is done or has taken too long: that would break the call.
     """

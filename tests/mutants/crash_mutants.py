@@ -59,6 +59,20 @@ CRASHES: tuple[Mutant, ...] = (
         CELL,
     ),
     Mutant(
+        "what-was-under-way-hides-a-cut",
+        "scheduler/workers.py",
+        "            self._silent_until = now\n",
+        "            pass\n",
+        CELL,
+    ),
+    Mutant(
+        "an-end-that-looks-orderly-is-no-crash",
+        "scheduler/loop.py",
+        "        if link.leaving or link.draining:\n",
+        "        if True:\n",
+        CELL,
+    ),
+    Mutant(
         "a-slow-old-leader-sees-a-crash",
         "worker/attachment.py",
         "                await asyncio.wait([reading])\n",

@@ -171,12 +171,16 @@ class Served:
         return worker
 
     def kill(self, worker: Worker) -> None:
-        """Break its stream as a death does: no silence before, nor a pause of ours, however late this machine is."""
+        """Break its stream as a death does."""
+        self.heard_just_now(worker)
+        worker.call.cancel()
+
+    def heard_just_now(self, worker: Worker) -> None:
+        """No silence before whatever comes now, nor a pause of ours, however late this machine is."""
         (link,) = (one for one in self.cell.links.values() if one.epoch == worker.welcome.epoch)
-        link.last_heard = math.inf
+        link.last_heard, link._silent_until = math.inf, -math.inf
         self.cell._blameless_until = 0.0
         self.cell._note_pause = lambda now: False  # type: ignore[method-assign]
-        worker.call.cancel()
 
 
 def submit(handle: int = 1, prompt: int = 6, max_tokens: int | None = 5, **fields: Any) -> Any:

@@ -10,7 +10,7 @@ from google.rpc import code_pb2
 from tandem.v1 import scheduler_pb2
 
 from scheduler.config import SchedulerConfig
-from scheduler.workers import SILENT_S
+from scheduler.workers import SILENT_S, WorkerLink
 from tests.scheduler.peers import Gateway, Served, Worker, submit
 from tests.scheduler.test_service import EXPECTED, holder, until
 
@@ -57,6 +57,49 @@ async def test_a_worker_that_was_silent_before_its_stream_broke_was_cut_off(serv
     await served.worker("w4")
     assert await gateway.finished(1) == EXPECTED
     assert not any(output.crashes for response in gateway.responses for output in response.outputs)
+
+
+async def test_what_was_under_way_when_a_link_was_cut_still_comes_before_the_break(served: Served) -> None:
+    gateway = await served.gateway()
+    await gateway.send(submits=[submit(1)])
+    for name in ("w1", "w2", "w3"):
+        worker = await served.worker(name, run=False)
+        step = await worker.next_step()
+        link = served.cell.links[name]
+        silent_since = link.last_heard = link.last_heard - SILENT_S
+        await worker.answer(step)
+        await until(lambda link=link, since=silent_since: link.last_heard > since + SILENT_S)
+        worker.call.cancel()
+        await until(lambda name=name: name not in served.cell.links)
+    assert served.cell.core.crashes_of(("g1", 1)) == 0
+    assert not any(output.crashes for response in gateway.responses for output in response.outputs)
+
+
+@pytest.mark.parametrize("leaving", [True, False])
+async def test_only_a_worker_that_says_so_leaves(served: Served, leaving: bool) -> None:
+    """An end that looks orderly may be a broken one: a reset stream can read as one that was closed."""
+    gateway = await served.gateway()
+    await gateway.send(submits=[submit(1)])
+    worker = await served.worker("w1", run=False)
+    await worker.next_step()
+    if leaving:
+        await worker.call.write(scheduler_pb2.AttachRequest(leaving=scheduler_pb2.WorkerLeaving()))
+    served.heard_just_now(worker)
+    await worker.call.done_writing()
+    await until(lambda: "w1" not in served.cell.links)
+    assert served.cell.core.crashes_of(("g1", 1)) == (0 if leaving else 1)
+
+
+def test_a_break_long_after_a_silence_is_a_crash() -> None:
+    link = WorkerLink("w1", "b", epoch=1, last_heard=10.0)
+    link.hear(10.0 + SILENT_S - 0.01)
+    assert not link.is_cut_off(link.last_heard)
+    heard = link.last_heard + SILENT_S + 0.01
+    link.hear(heard)
+    link.hear(heard + 1.0)
+    assert link.is_cut_off(heard + 1.9)
+    link.hear(heard + 2.0)
+    assert not link.is_cut_off(heard + 2.1)
 
 
 async def test_a_count_comes_back_with_the_resubmission(served: Served) -> None:

@@ -35,7 +35,7 @@ class Stream:
     outgoing: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
     heartbeats: list[scheduler_pb2.Heartbeat] = field(default_factory=list)
     left: asyncio.Event = field(default_factory=asyncio.Event)
-    """the worker has closed its side in order"""
+    """the worker has said so, and closed its side"""
 
     def send(self, **message: Any) -> None:
         self.outgoing.put_nowait(scheduler_pb2.AttachResponse(**message))
@@ -60,20 +60,29 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.reads = asyncio.Event()
         """clear: a scheduler that is too slow to see what comes"""
         self.reads.set()
+        self.asked = asyncio.Event()
+        """a worker has introduced itself"""
+        self.welcomes = asyncio.Event()
+        """clear: workers wait for their Welcome"""
+        self.welcomes.set()
 
     async def Attach(self, request_iterator: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
         first = await anext(request_iterator)
         stream = Stream(first.hello)
         self.epoch += 1
+        self.asked.set()
+        await self.welcomes.wait()
         yield scheduler_pb2.AttachResponse(welcome=scheduler_pb2.AttachWelcome(term=self.term, epoch=self.epoch))
         self.streams.put_nowait(stream)
 
         async def read() -> None:
             async for message in request_iterator:
                 await self.reads.wait()
-                stream.incoming.put_nowait(message)
+                if message.HasField("leaving"):
+                    stream.left.set()
+                else:
+                    stream.incoming.put_nowait(message)
             await self.reads.wait()
-            stream.left.set()
             stream.outgoing.put_nowait(None)
 
         reading = asyncio.ensure_future(read())

@@ -167,6 +167,25 @@ async def test_drain_goes_on_executing_until_relieved(bench: Bench) -> None:
     await asyncio.wait_for(bench.running, 60)
 
 
+async def test_who_is_told_to_stop_between_hello_and_welcome_asks_to_be_relieved(bench: Bench) -> None:
+    """It is attached then, for all that the scheduler knows, and a stream that breaks is a crash."""
+    scheduler = bench.scheduler
+    first = await scheduler.next()
+    scheduler.asked.clear()
+    scheduler.welcomes.clear()
+    first.outgoing.put_nowait(None)
+    await asyncio.wait_for(scheduler.asked.wait(), 60)
+    draining = asyncio.ensure_future(bench.attachment.drain(60))
+    await asyncio.sleep(0)
+    assert not draining.done()
+    scheduler.welcomes.set()
+    stream = await scheduler.next()
+    await stream.next("draining")
+    stream.send(drained=scheduler_pb2.WorkerDrained())
+    await asyncio.wait_for(draining, 60)
+    await asyncio.wait_for(bench.running, 60)
+
+
 async def test_drain_ends_with_the_stream_or_the_timeout(bench: Bench) -> None:
     stream = await bench.scheduler.next()
     await bench.attachment.drain(0.05)
