@@ -104,7 +104,8 @@ class _Crowd:
             await asyncio.gather(*(self._strike(strike, name, result) for strike, name in strikes))
             return
         for strike in cell.strikes:
-            await self._strike(strike, await faults.name_of(self._cluster, strike.target, strike.index), result)
+            name = await faults.busy_name_of(self._cluster, strike.target, strike.index)
+            await self._strike(strike, name, result)
             result.tables_compared += await leaks.compare_tables(self._cluster)
 
     async def _strike(self, strike: Strike, name: str, result: Result) -> None:

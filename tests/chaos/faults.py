@@ -61,6 +61,22 @@ async def name_of(cluster: Cluster, target: str, index: int = 0) -> str:
     return alike.get(target, target)
 
 
+async def busy_name_of(cluster: Cluster, target: str, index: int) -> str:
+    """The same, but another worker where nothing runs on that one: who has a prompt in its cache gets it again."""
+    name = await name_of(cluster, target, index)
+    if name not in WORKERS:
+        return name
+    async with asyncio.timeout(PATIENCE_S):
+        while not (busy := await _busy_workers(cluster)):  # noqa: ASYNC110
+            await asyncio.sleep(POLL_S)
+    return name if name in busy else busy[0]
+
+
+async def _busy_workers(cluster: Cluster) -> list[str]:
+    _, status = await cluster.leader()
+    return [] if status is None else [worker.worker_id for worker in status.workers if worker.running]
+
+
 async def look_before(cluster: Cluster, name: str) -> dict[str, Any]:
     """What `noticed` compares with. Waits for a leader that answers: a change is only one from a known state."""
     async with asyncio.timeout(PATIENCE_S):

@@ -104,4 +104,10 @@ def has_hit(struck: Struck, records: list[Record]) -> bool:
     if target == "leader redis":
         # It serves on until its lease is over and another one leads: streams that have begun by then are moved.
         return any(record.resumptions for record in records if record.ended > struck.at)
-    return any(record.resumptions for record in live)
+    if any(record.resumptions for record in live):
+        return True
+    # All of an answer may have been under way when its gateway was cut off; it comes when the link is whole again.
+    cut_s = struck.lifted_at - struck.at
+    return (fault, target) == ("cut", "gateway") and any(
+        record.longest_pause_s(struck.at, struck.lifted_at) > 0.9 * cut_s for record in live
+    )

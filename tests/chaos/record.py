@@ -17,10 +17,14 @@ PAGE = ROOT / "docs" / "reliability.md"
 
 
 def commit() -> str:
-    """The commit under test; with -dirty, changed since."""
-    asked = ["git", "describe", "--always", "--dirty", "--exclude=*"]
-    done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
+    """The commit under test; with -dirty, changed since, other than by the record itself."""
+    name = _git("rev-parse", "--short", "HEAD")
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", f":!{PAGE.relative_to(ROOT)}")
+    return f"{name}{'-dirty' * bool(changed)}" if name else "unknown"
+
+
+def _git(*asked: str) -> str:
+    return subprocess.run(["git", *asked], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
 
 
 @dataclass

@@ -99,6 +99,17 @@ def test_a_fault_that_hit_nobody_is_a_loss() -> None:
     assert "hit nobody" in losses([record(untouched, 0.0, 9.0)], [kill], untouched)[0]
 
 
+def test_a_gateway_that_was_cut_off_is_hit_if_a_stream_stood_still_for_so_long() -> None:
+    cut, answer = struck("cut", "gateway", "gateway-0"), answered(5, 6)
+    cut.lifted_at = 8.0
+    still, late = record(answer, 0.0, 4.0, 4.9, 8.1, 9.0), record(answer, 0.0, 4.0, 6.0, 8.1, 9.0)
+    assert has_hit(cut, [late, still])
+    assert not has_hit(cut, [late])
+    stopped = struck("stop", "worker", "worker-0")
+    stopped.lifted_at = 8.0
+    assert not has_hit(stopped, [still])
+
+
 @pytest.mark.parametrize(
     ("code", "held", "killed", "excused"),
     [
