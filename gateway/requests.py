@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,7 +62,7 @@ class Reaction(enum.Enum):
 
 
 class LiveRequest:
-    """One request with its choices. Owned by the event loop; `changed` wakes the one task that serves its client."""
+    """One request with its choices. Owned by the event loop; `on_news` goes to whoever serves its client."""
 
     def __init__(self, spec: RequestSpec, choices: Sequence[ChoiceStream], arrived: float) -> None:
         self.spec = spec
@@ -77,7 +77,9 @@ class LiveRequest:
         """Whether the current attempt was written to a session."""
         self.error: TandemError | None = None
         self.prompt_logprobs: list[Any] = []
-        self.changed = asyncio.Event()
+        self.on_news: Callable[[], None] = lambda: None
+        """Called when there is something to take, or nothing more will come; see `announce`."""
+        self._has_news = False
         self.last_token_at: float | None = None
         self._cached_tokens: int | None = None
         self._num_gaps = 0
@@ -127,10 +129,11 @@ class LiveRequest:
         """End the request; what is pending is still delivered first. The first error counts."""
         if not self.finished:
             self.error = error
-            self.changed.set()
+            self._has_news = True
+            self.announce()
 
     def accept(self, news: OutputNews) -> tuple[Reaction, int]:
-        """Take news of one choice; returns what to do, and how many new tokens counted."""
+        """Take news of one choice; returns what to do, and how many new tokens counted. `announce` is to follow."""
         if self.finished or news.choice >= len(self.choices):
             return Reaction.NONE, 0
         choice = self.choices[news.choice]
@@ -150,9 +153,15 @@ class LiveRequest:
         if self._cached_tokens is None and (news.token_ids or news.reason is not None):
             self._cached_tokens = news.cached_tokens
         if choice.has_pending or news.prompt_logprobs:
-            self.changed.set()
+            self._has_news = True
         stopped_here = was_running and choice.finish is not None and news.reason is None
         return (Reaction.CANCEL_CHOICE if stopped_here else Reaction.NONE), num_new
+
+    def announce(self) -> None:
+        """Tell who serves the client, once for all that was accepted since the last time."""
+        if self._has_news:
+            self._has_news = False
+            self.on_news()
 
     @property
     def gapped_too_often(self) -> bool:

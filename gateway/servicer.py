@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -13,6 +13,7 @@ import grpc
 from tandem.v1 import generation_pb2, generation_pb2_grpc
 
 from cluster.errors import DeadlineExceeded, InvalidField, QueueFull, TandemError, Unavailable, abort, as_tandem_error
+from cluster.outgoing import Outgoing
 from gateway import admission, convert
 from gateway.admission import Ask, Refusal
 from gateway.catalog import Catalog
@@ -80,11 +81,16 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """
         try:
             async with _Live(self, request, context) as live:
-                spec = live.spec
-                async for deltas, last in _batches(live):
-                    logprobs, usage = live.take_prompt_logprobs(), live.usage() if last else None
-                    message = convert.stream_response(spec.request_id, spec.model, spec.seed, deltas, logprobs, usage)
-                    await context.write(message)
+                outgoing = Outgoing(context.write, lambda: _next_message(live, outgoing))
+                live.on_news = outgoing.pump
+                outgoing.pump()
+                try:
+                    await outgoing.until_ended()
+                finally:
+                    live.on_news = _nobody
+                    outgoing.abandon()
+                if live.error is not None:
+                    raise live.error
         except Exception as error:
             await abort(context, _told(error))
 
@@ -95,9 +101,15 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         try:
             async with _Live(self, request, context) as live:
                 choices: list[list[Delta]] = [[] for _ in live.choices]
-                async for deltas, _ in _batches(live):
-                    for delta in deltas:
-                        choices[delta.index].append(delta)
+                changed = asyncio.Event()
+                live.on_news = changed.set
+                while not live.finished:
+                    await changed.wait()
+                    changed.clear()
+                if live.error is not None:
+                    raise live.error
+                for delta in live.take():
+                    choices[delta.index].append(delta)
                 spec = live.spec
                 return convert.response(
                     spec.request_id, spec.model, spec.seed, choices, live.take_prompt_logprobs(), live.usage()
@@ -116,9 +128,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         caller = Caller(_client(context), deadline, arrived)
         live = await self._intake.open(ask, request_id, text, self._catalog.facts(text.name), caller)
         self._table.add(live)
-        if live.finished:
-            live.changed.set()
-        else:
+        if not live.finished:
             self._session.submit(live)
         return live
 
@@ -261,19 +271,21 @@ class _Live:
         self._servicer.close(self._request_id, self._live, error)
 
 
-async def _batches(live: LiveRequest) -> AsyncIterator[tuple[list[Delta], bool]]:
-    """What there is to send, as it comes, and whether it is the last; raises the error that ends the request."""
-    while True:
-        await live.changed.wait()
-        live.changed.clear()
-        deltas = live.take()
-        done = live.finished
-        if deltas:
-            yield deltas, done and live.error is None
-        if live.error is not None:
-            raise live.error
-        if done:
-            return
+def _next_message(live: LiveRequest, outgoing: Outgoing) -> generation_pb2.GenerateStreamResponse | None:
+    """Everything that the client hasn't been told; after the last of it the stream ends."""
+    deltas = live.take()
+    last = live.finished
+    if last:
+        outgoing.end()
+    if not deltas:
+        return None
+    spec, logprobs = live.spec, live.take_prompt_logprobs()
+    usage = live.usage() if last and live.error is None else None
+    return convert.stream_response(spec.request_id, spec.model, spec.seed, deltas, logprobs, usage)
+
+
+def _nobody() -> None:
+    """The client is gone, or has all."""
 
 
 def add_to_server(servicer: GenerationServicer, server: grpc.aio.Server) -> None:

@@ -299,10 +299,12 @@ class Session:
             self._draining = news.draining
             self._on_change()
         now = asyncio.get_running_loop().time()
+        told = []
         for output in news.outputs:
             request = self._table.find(output.handle)
             if request is None:
                 continue
+            told.append(request)
             try:
                 self._deliver(request, output, now)
             except Exception:
@@ -310,6 +312,9 @@ class Session:
                 logger.exception("output could not be taken in")
                 request.fail(Internal("the output of this request could not be read"))
                 self.cancel(request)
+        # After all of them, so that a request's choices travel together.
+        for request in told:
+            request.announce()
 
     def _deliver(self, request: LiveRequest, output: OutputNews, now: float) -> None:
         if output.error is not None:
