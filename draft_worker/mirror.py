@@ -43,7 +43,7 @@ class Worth(NamedTuple):
 
 ALWAYS = Worth(0.0, 0.0)
 OWN_DEVICE = Worth(0.05, 0.04)
-SHARED_CORES = Worth(0.15, 0.4)
+SHARED_CORES = Worth(0.3, 0.5)
 
 
 @dataclass(slots=True, eq=False)

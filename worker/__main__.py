@@ -21,7 +21,7 @@ from worker.draft_links import DraftLinks
 from worker.executor import Executor, NoDrafting
 from worker.inspection import look
 from worker.loading import load_engine
-from worker.profile import StepTimes, measure_step_times, seconds_per_token
+from worker.profile import StepTimes, measure_step_times
 from worker.sequences import SequenceTable, limits_of
 from worker.stepping import CLOSE_TIMEOUT_S, StepThread
 from worker.steps import StepOutcome
@@ -138,7 +138,7 @@ async def _build(worker: Worker) -> None:
             stall_s=config.draft_stall_s,
             on_change=worker.send_heartbeat,
         )
-        worker.link.verify_s = seconds_per_token(step_times)
+        worker.link.step_times = step_times
     executor = Executor(engine, SequenceTable(limits, choice_seed), worker.link or NoDrafting())
     worker.steps.adopt(executor)
     worker.attachment = Attachment(

@@ -17,13 +17,29 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from hashlib import blake2b
+from typing import NamedTuple
 
 from worker.drafting import DraftLink
 from worker.patience import LONGEST_S, Exploration, Late, Pace, wait_s
+from worker.profile import StepTimes, added_s
 from worker.sequences import Sequence
 from worker.steps import StepOutcome
 
 MAX_LINKS = 8
+
+
+class _Missing(NamedTuple):
+    """A row of a step without a tail."""
+
+    link: DraftLink
+    sequence: Sequence
+    max_draft: int
+    since_s: float
+    """when its draft worker was told what it owes the tail for"""
+
+    @property
+    def is_awaited(self) -> bool:
+        return self.link.drafting and not self.link.tail(self.sequence.slot, self.sequence.tokens, 1)
 
 
 class DraftLinks:
@@ -43,8 +59,8 @@ class DraftLinks:
         """on_change: called when drafts can be had and could not before, or the reverse."""
         self.longest_draft = 0
         """slots open for drafts of at least so many tokens; see TailTable"""
-        self.verify_s = 0.0
-        """seconds that one draft token adds to a step"""
+        self.step_times: StepTimes = []
+        """T(n) as measured at the start; empty: verification is thought to cost nothing"""
         self.waited_s = 0.0
         """by all steps together"""
         self._worker_id = worker_id
@@ -62,6 +78,8 @@ class DraftLinks:
         self._of_slot: dict[int, DraftLink] = {}
         self._pace = Pace()
         self._exploration = Exploration()
+        self._came_late: set[int] = set()
+        """slots whose tails the running step has waited for, and got"""
 
     # ------------------------------------------------------------------------------------- from the executor's thread
 
@@ -99,44 +117,61 @@ class DraftLinks:
         """See executor.Drafting."""
         if not self._of_slot or self._longest_wait_s <= 0:
             return
-        now_s, late, missing = self._clock(), [], []
-        latencies: list[float] = []
-        for sequence, k in rows:
-            link = self._of_slot.get(sequence.slot)
-            since_s = None if link is None else link.tails.missing_since_s(sequence.slot, sequence.tokens)
-            if link is None or since_s is None:
-                continue
-            cost = self._pace.tokens_per_s * self.verify_s * k
-            late.append(Late(now_s - since_s, min(self._pace.accepted, k) - cost))
-            missing.append((link, sequence))
-            if len(latencies) == 0:
-                latencies = list(link.tails.latencies)
-        delta_s = wait_s(late, latencies, self._pace.tokens_per_s, self._longest_wait_s)
+        now_s = self._clock()
+        self._came_late.clear()
+        missing = self._missing(rows)
+        late = self._late(missing, len(rows), now_s)
+        rate = self._pace.tokens_per_s
+        delta_s = wait_s(late, rate, self._longest_wait_s)
         exploring = delta_s <= 0
         if exploring:
-            delta_s = self._exploration.wait_s(late, self._pace.tokens_per_s, self._longest_wait_s)
+            delta_s = self._exploration.wait_s(late, rate, self._longest_wait_s)
         if delta_s <= 0:
             return
+        for one in missing:
+            one.link.tails.begin_wait(one.sequence.slot)
         before()
         with self._arrived:
-            self._arrived.wait_for(lambda: not any(_is_awaited(*one) for one in missing), delta_s)
-        for link, sequence in missing:
-            if _is_awaited(link, sequence):
-                link.tails.waited_in_vain(sequence.slot)
+            self._arrived.wait_for(lambda: not any(one.is_awaited for one in missing), delta_s)
+        self._came_late = {one.sequence.slot for one in missing if one.link.drafting and not one.is_awaited}
         spent_s = self._clock() - now_s
         self.waited_s += spent_s
         if exploring:
-            came = any(link.tail(sequence.slot, sequence.tokens, 1) for link, sequence in missing)
-            self._exploration.explored(spent_s, came)
+            self._exploration.explored(spent_s, bool(self._came_late))
         else:
             self._exploration.waited()
 
     def learn(self, outcome: StepOutcome) -> None:
         """See executor.Drafting."""
-        drafts = sum(1 for drafted in outcome.num_drafted_tokens if drafted)
-        accepted = sum(outcome.num_accepted_tokens)
-        self._pace.observe(len(outcome.token_ids), outcome.duration_s, drafts, accepted)
+        self._pace.observe(len(outcome.token_ids), outcome.duration_s)
+        if self._came_late:
+            rows = zip(outcome.slots, outcome.num_drafted_tokens, outcome.num_accepted_tokens, strict=True)
+            late = [(drafted, accepted) for slot, drafted, accepted in rows if drafted and slot in self._came_late]
+            self._came_late.clear()
+            self._pace.observe_late(len(late), sum(drafted for drafted, _ in late), sum(right for _, right in late))
         self._exploration.step(outcome.duration_s, self._longest_wait_s)
+
+    def _missing(self, rows: Seq[tuple[Sequence, int]]) -> list[_Missing]:
+        """Rows whose draft worker owes a tail."""
+        found = []
+        for sequence, k in rows:
+            link = self._of_slot.get(sequence.slot)
+            since_s = None if link is None else link.tails.missing_since_s(sequence.slot, sequence.tokens)
+            if link is not None and since_s is not None:
+                found.append(_Missing(link, sequence, k, since_s))
+        return found
+
+    def _late(self, missing: list[_Missing], num_rows: int, now_s: float) -> list[Late]:
+        """What each of them would bring; all bear alike what verification costs them together."""
+        if not missing:
+            return []
+        pace = self._pace
+        drafted = sum(min(pace.drafted, one.max_draft) for one in missing)
+        cost = pace.tokens_per_s * added_s(self.step_times, num_rows, drafted) / len(missing)
+        latencies = {one.link: tuple(one.link.tails.latencies) for one in missing}
+        return [
+            Late(now_s - one.since_s, min(pace.accepted, one.max_draft) - cost, latencies[one.link]) for one in missing
+        ]
 
     def _choose(self, sequence_id: int) -> DraftLink | None:
         linked = self._linked()
@@ -198,10 +233,6 @@ class DraftLinks:
         if self.drafting != self._was_drafting:
             self._was_drafting = self.drafting
             self._on_change()
-
-
-def _is_awaited(link: DraftLink, sequence: Sequence) -> bool:
-    return link.drafting and not link.tail(sequence.slot, sequence.tokens, 1)
 
 
 def rendezvous(*names: object) -> int:

@@ -43,10 +43,8 @@ class Followed:
     """commits since a tail came"""
     told_s: float = 0.0
     """when the opening was sent, or the last commit noted"""
-    missed: bool = False
-    """a step has looked for a tail since, and found none"""
-    waited: bool = False
-    """and that step has waited for it in vain"""
+    awaited: bool = False
+    """a step has waited since, and no tail has come yet"""
     tails: list[Tail] = field(default_factory=list)
     """in the order in which they came"""
     ages: dict[int, int] = field(default_factory=dict)

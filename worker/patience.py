@@ -1,14 +1,14 @@
 """How long a step should wait for drafts that are on their way: δ.
 
-A row whose tail comes in time emits A tokens more than it would, A being what drafts bring on average. A wait of δ
-costs what the whole batch makes in that time, Θ tokens a second, and the draft's own verification costs some, too. So δ
-is the wait with the highest
+A row whose tail comes in time emits A tokens more than it would, A being what late drafts bring on average; they are
+shorter than others, since a step waits for the first of a tail only. A wait of δ costs what the whole batch makes in
+that time, Θ tokens a second, and the draft's own verification costs some, too. So δ is the wait with the highest
 
     Σ P_i(tail comes within δ | not yet) · (A_i − Θ · v_i)   −   Θ · δ             over the rows i without a tail
 
 and 0 where nothing is above 0: with many rows, each of them waits for the few that are late. P is the share of the
-latest late tails that took no longer, among those that took longer than row i has waited already; tails that never came
-count as longer than any.
+latest late tails from the row's own draft worker that took no longer, among those that took longer than row i has
+waited already; tails that never came count as longer than any.
 
     P │              ┌────────        the sum can be highest only where P rises, so only those δ are looked at
       │      ┌───────┘
@@ -31,8 +31,12 @@ LONGEST_S = 0.05
 """no step waits longer, whatever is expected"""
 FIRST_ACCEPTED = 1.0
 """tokens that a draft is thought to bring before one has come"""
+FIRST_DRAFTED = 2.0
+"""tokens that it is thought to have"""
 MEMORY = 24.0
-"""steps, and drafts, that weigh about as much as all before them"""
+"""steps that weigh about as much as all before them"""
+LATE_MEMORY = 64.0
+"""late drafts that do: were one bad run enough to end all waits, little would be learned of what they bring"""
 FEW = 4
 """latencies; with fewer nothing is known of them, and FIRST_LATENCY_S stands for them"""
 FIRST_LATENCY_S = 0.004
@@ -50,30 +54,35 @@ class Late(NamedTuple):
     """since its draft worker was told what it owes one for"""
     gain: float
     """tokens that a tail brings, less what its verification costs"""
+    latencies: Sequence[float]
+    """seconds, of late tails from its draft worker, infinite for those that never came; rows of one have the same"""
 
 
-def wait_s(
-    late: Sequence[Late], latencies: Sequence[float], tokens_per_s: float, longest_s: float = LONGEST_S
-) -> float:
-    """δ; see the module's text. `latencies`: seconds, of late tails, infinite for those that never came."""
+def wait_s(late: Sequence[Late], tokens_per_s: float, longest_s: float = LONGEST_S) -> float:
+    """δ; see the module's text."""
     if not late or longest_s <= 0:
         return 0.0
-    known = sorted(latencies)
-    if len(known) < FEW:
-        known = sorted([*known, *[FIRST_LATENCY_S] * (FEW - len(known))])
-    groups: dict[float, float] = {}
+    of_source = {id(row.latencies): _known(row.latencies) for row in late}
+    groups: dict[tuple[int, float], float] = {}
     for row in late:
-        groups[row.waited_s] = groups.get(row.waited_s, 0.0) + max(0.0, row.gain)
+        group = id(row.latencies), row.waited_s
+        groups[group] = groups.get(group, 0.0) + max(0.0, row.gain)
     best, best_s = 0.0, 0.0
-    for waited_s in groups:
+    for source, waited_s in groups:
+        known = of_source[source]
         for latency in known[bisect_right(known, waited_s) :]:
             delta = latency - waited_s
             if not isfinite(delta) or delta > longest_s:
                 break
-            worth = sum(gain * _arrived(known, waited, delta) for waited, gain in groups.items())
+            worth = sum(gain * _arrived(of_source[one], waited, delta) for (one, waited), gain in groups.items())
             if worth - tokens_per_s * delta > best:
                 best, best_s = worth - tokens_per_s * delta, delta
     return best_s
+
+
+def _known(latencies: Sequence[float]) -> list[float]:
+    """Sorted, and enough of them."""
+    return sorted([*latencies, *[FIRST_LATENCY_S] * (FEW - len(latencies))])
 
 
 def _arrived(known: list[float], waited_s: float, delta_s: float) -> float:
@@ -126,23 +135,26 @@ class Exploration:
 
 
 class Pace:
-    """What steps make of their time, and what drafts bring: Θ and A, from the latest steps."""
+    """What steps make of their time, and what drafts bring that they waited for: Θ, A, and their tokens."""
 
     def __init__(self) -> None:
         self._tokens = self._seconds = 0.0
-        self._drafts = self._accepted = 0.0
+        self._drafts = self._drafted = self._accepted = 0.0
 
-    def observe(self, num_tokens: int, duration_s: float, num_drafts: int, num_accepted: int) -> None:
-        """A step of decode rows emitted so many tokens; so many of its rows had drafts, of which tokens were right."""
+    def observe(self, num_tokens: int, duration_s: float) -> None:
+        """A step of decode rows, some of which may draft, emitted so many tokens."""
         if num_tokens < 1 or duration_s <= 0:
             return
         keep = 1.0 - 1.0 / MEMORY
         self._tokens = self._tokens * keep + num_tokens
         self._seconds = self._seconds * keep + duration_s
-        if num_drafts:
-            keep **= num_drafts
-            self._drafts = self._drafts * keep + num_drafts
-            self._accepted = self._accepted * keep + num_accepted
+
+    def observe_late(self, num_drafts: int, num_drafted: int, num_accepted: int) -> None:
+        """So many rows had drafts that were waited for, of so many tokens together."""
+        keep = (1.0 - 1.0 / LATE_MEMORY) ** num_drafts
+        self._drafts = self._drafts * keep + num_drafts
+        self._drafted = self._drafted * keep + num_drafted
+        self._accepted = self._accepted * keep + num_accepted
 
     @property
     def tokens_per_s(self) -> float:
@@ -151,5 +163,10 @@ class Pace:
 
     @property
     def accepted(self) -> float:
-        """A: tokens that a draft brings."""
+        """A: tokens that a draft brings that was waited for."""
         return (self._accepted + 2 * FIRST_ACCEPTED) / (self._drafts + 2)
+
+    @property
+    def drafted(self) -> float:
+        """Tokens of such a draft."""
+        return (self._drafted + 2 * FIRST_DRAFTED) / (self._drafts + 2)

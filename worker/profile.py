@@ -6,6 +6,7 @@ The scheduler starts from it (scheduler/core/step_time.py) and corrects it by th
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable
 
 import numpy as np
@@ -65,10 +66,15 @@ def _step_s(engine: Engine, num_rows: int, clock: Callable[[], float]) -> float:
     return clock() - began_s
 
 
-def seconds_per_token(step_times: StepTimes) -> float:
-    """What one token more adds to a small step; 0 where that is not known."""
-    small = [(size, seconds) for size, seconds in step_times if size <= 8]
-    if len(small) < 2:
+def added_s(step_times: StepTimes, num_rows: int, num_tokens: float) -> float:
+    """What so many tokens more add to a step of so many rows; 0 where that is not known."""
+    return max(0.0, _at(step_times, num_rows + num_tokens) - _at(step_times, num_rows))
+
+
+def _at(step_times: StepTimes, size: float) -> float:
+    """Linear between the sizes that were measured, and beyond the last two."""
+    if len(step_times) < 2:
         return 0.0
-    (first, first_s), (last, last_s) = small[0], small[-1]
-    return max(0.0, (last_s - first_s) / (last - first))
+    at = min(max(1, bisect_left(step_times, (size, 0.0))), len(step_times) - 1)
+    (low, low_s), (high, high_s) = step_times[at - 1], step_times[at]
+    return low_s + (high_s - low_s) * (size - low) / (high - low)

@@ -44,7 +44,8 @@ class TailTable:
         self.longest_draft = 0
         """slots open for drafts of at least so many tokens, so that a budget that rises opens none anew"""
         self.latencies: deque[float] = deque(maxlen=LATENCIES_KEPT)
-        """seconds from a commit that left a step without a tail to the next tail; infinite where none came in time"""
+        """seconds from a commit to its tail where a step has waited for it, infinite where none came until the next.
+        Where no step waited, the target was in the draft worker's way, which says nothing of what a wait would bring"""
         self._lock = lock or threading.Condition()
         self._clock = clock
         self._followed: dict[int, Followed] = {}
@@ -105,17 +106,14 @@ class TailTable:
             followed = self._followed.get(slot)
             if followed is None or followed.opening is not None or followed.silent_commits >= SILENT_COMMITS:
                 return None
-            if followed.rest(tokens, 1):
-                return None
-            followed.missed = True
-            return followed.told_s
+            return None if followed.rest(tokens, 1) else followed.told_s
 
-    def waited_in_vain(self, slot: int) -> None:
-        """A step has waited for the slot's tail, and goes without."""
+    def begin_wait(self, slot: int) -> None:
+        """A step begins to wait for the slot's tail."""
         with self._lock:
             followed = self._followed.get(slot)
             if followed is not None:
-                followed.waited = True
+                followed.awaited = True
 
     def __contains__(self, slot: int) -> bool:
         return slot in self._followed
@@ -173,8 +171,8 @@ class TailTable:
                 followed.heard = max(followed.heard, tail.base)
                 followed.silent_commits = 0
                 kept += 1
-                if followed.missed and tail.base == followed.told and tail.token_ids:
-                    followed.missed = False
+                if followed.awaited and tail.base == followed.told and tail.token_ids:
+                    followed.awaited = False
                     self.latencies.append(self._clock() - followed.told_s)
             if kept:
                 self._lock.notify_all()
@@ -223,10 +221,9 @@ class TailTable:
             followed.learn(new)
             followed.heard = followed.told
             return
-        if followed.missed and followed.waited:
-            # Where nobody waited, the target's own step was in its way, and nothing is learned from that.
+        if followed.awaited:
             self.latencies.append(inf)
-        followed.missed = followed.waited = False
+        followed.awaited = False
         followed.note_commit()
         followed.told_s = self._clock()
         if not followed.pending:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import random
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -247,6 +249,34 @@ async def test_a_step_waits_for_a_tail_that_pays_and_not_for_one_that_does_not(m
     assert counts[60.0][1] > 0.0
     await server.stop(0)
     await thread.close()
+
+
+async def test_each_draft_worker_is_judged_by_its_own_latencies(make_rig: Any) -> None:
+    """The first one that is asked never answers, the other is fast: its row is waited for all the same."""
+    links = DraftLinks(worker_id="w", model="m", vocab_size=260)
+    links.set_addresses(["127.0.0.1:1", "127.0.0.1:2"])
+    rig = make_rig(links)
+    for link in links._links.values():
+        link.tails.link()
+        link.drafting = True
+    for slot in (0, 1):
+        admission = rig.admission(slot, PROMPT, params=SamplingParams(temperature=0.0, max_tokens=20))
+        rig.step([(slot, len(PROMPT), 4)], admissions=[admission])
+    rig.step([(0, 0, 4), (1, 0, 4)])
+    never, soon = (links._of_slot[slot] for slot in (0, 1))
+    assert never is not soon
+    for link in (never, soon):
+        link.tails.drain()
+    waited = []
+    for latency_s in (math.inf, 1e-3):
+        never.tails.latencies.extend([math.inf] * 8)
+        soon.tails.latencies.extend([latency_s] * 32)
+        links._clock = lambda: soon.tails._followed[1].told_s
+        links._pace.observe(1, 10.0)
+        before: list[None] = []
+        links.wait([(rig.executor.sequences.get(slot), 4) for slot in (0, 1)], partial(before.append, None))
+        waited.append(len(before))
+    assert waited == [0, 1]
 
 
 async def test_no_link_no_wait(make_rig: Any) -> None:

@@ -13,7 +13,7 @@ from engine.fake import FakeEngine
 from scheduler.convert import worker_spec
 from scheduler.core.worker_state import WorkerState
 from worker.convert import hello_to_proto
-from worker.profile import measure_step_times, seconds_per_token
+from worker.profile import added_s, measure_step_times
 from worker.sequences import limits_of
 
 
@@ -37,7 +37,7 @@ def test_sizes_double_and_the_warm_time_counts() -> None:
     times = measure_step_times(engine, 100.0, lambda: engine.now_s)
     assert [size for size, _ in times] == [1, 2, 4, 8, 16]
     assert [seconds for _, seconds in times] == pytest.approx([0.011, 0.012, 0.014, 0.018, 0.026])
-    assert seconds_per_token(times) == pytest.approx(0.001)
+    assert added_s(times, 1, 4) == pytest.approx(0.004)
 
 
 @pytest.mark.parametrize("budget_s", [0.2, 0.5, 1.0, 3.0])
@@ -52,7 +52,17 @@ def test_a_small_pool_bounds_the_rows() -> None:
     ticks = itertools.count()
     times = measure_step_times(FakeEngine(num_blocks=3, max_sequences=256), 1e9, lambda: float(next(ticks)))
     assert [size for size, _ in times] == [1, 2]
-    assert seconds_per_token(times[:1]) == 0.0
+    assert added_s(times[:1], 1, 4) == 0.0
+
+
+def test_what_tokens_add_is_linear_between_the_sizes_and_beyond() -> None:
+    times = [(1, 0.010), (2, 0.011), (4, 0.015), (8, 0.017)]
+    assert added_s(times, 1, 1) == pytest.approx(0.001)
+    assert added_s(times, 1, 2) == pytest.approx(0.003)
+    assert added_s(times, 3, 2.5) == pytest.approx(0.015 + 0.002 * 1.5 / 4 - 0.013)
+    assert added_s(times, 8, 8) == pytest.approx(0.004)
+    assert added_s([(1, 0.02), (2, 0.01)], 1, 1) == 0.0
+    assert added_s([], 1, 1) == 0.0
 
 
 def test_the_scheduler_starts_from_them() -> None:

@@ -331,16 +331,20 @@ def test_what_a_silent_draft_worker_once_guessed_serves_two_steps_at_most(table:
 
 
 def test_what_nobody_has_waited_for_tells_nothing() -> None:
-    """The draft worker may have had no core while the target ran."""
+    """The draft worker may have had no core while the target ran, whether or not its tail came in the end."""
     table = TailTable(clock=lambda: 10.0)
     table.link()
     followed = opened(table)
     assert table.missing_since_s(0, followed.tokens) == 10.0
     commit_of(table, followed, 1)
-    assert not table.latencies
     assert table.missing_since_s(0, followed.tokens) == 10.0
-    table.waited_in_vain(0)
-    table.waited_in_vain(7)
+    table.receive([tail_of(followed.tokens, [2])])
+    commit_of(table, followed, 3)
+    assert not table.latencies
+    table.begin_wait(0)
+    table.begin_wait(7)
+    commit_of(table, followed, 2)
+    assert list(table.latencies) == [inf]
     commit_of(table, followed, 2)
     assert list(table.latencies) == [inf]
 
@@ -351,10 +355,12 @@ def test_how_long_late_tails_take_is_known() -> None:
     table.link()
     followed = opened(table)
     assert table.missing_since_s(0, followed.tokens) == 10.0
+    table.begin_wait(0)
     now[0] = 10.5
     table.receive([tail_of(PROMPT, [])])
     assert not table.latencies
     table.receive([tail_of(PROMPT, [1])])
+    table.receive([tail_of(PROMPT, [1, 2])])
     assert list(table.latencies) == [0.5]
     # There in time: nothing is measured.
     commit_of(table, followed, 1)
@@ -363,7 +369,7 @@ def test_how_long_late_tails_take_is_known() -> None:
     # Never: it counts as longer than any.
     commit_of(table, followed, 3)
     assert table.missing_since_s(0, followed.tokens) == 10.5
-    table.waited_in_vain(0)
+    table.begin_wait(0)
     commit_of(table, followed, 4)
     assert list(table.latencies) == [0.5, inf]
     # Nobody waits for a slot that isn't open, or for a draft worker that is silent.
