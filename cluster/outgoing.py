@@ -15,7 +15,6 @@ handler of the call.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable, Generator
 from typing import Any
 
@@ -33,6 +32,7 @@ class Outgoing:
         self._resuming = False
         self._ending = False
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._error: Exception | None = None
 
     def pump(self) -> None:
         """There may be something to say: say it now, or when the running write has ended. Never raises."""
@@ -64,6 +64,12 @@ class Outgoing:
     async def until_ended(self) -> None:
         """Wait until `end` was called and all is written. Raises what writing, or making a message, has raised."""
         await self._ended
+        error, self._error = self._error, None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # see `channel.until_one_ends`: a cycle would keep the call
 
     def abandon(self) -> None:
         """Nobody listens any more. What a cancelled task does to the write that it waits for. Idempotent."""
@@ -73,12 +79,16 @@ class Outgoing:
         steps, completion, self._steps, self._completion = self._steps, self._completion, None, None
         if steps is None or completion is None:
             return
-        with contextlib.suppress(Exception, asyncio.CancelledError):
+        try:
             if completion.done():
                 steps.send(None)
             else:
                 completion.cancel()
                 steps.throw(asyncio.CancelledError())
+        except (Exception, asyncio.CancelledError):
+            return
+        finally:
+            del steps, completion
 
     def _go_on(self) -> bool:
         """Take the running write as far as it goes; whether none runs any more. Raises what the write does."""
@@ -96,8 +106,8 @@ class Outgoing:
         return True
 
     def _fail(self, error: Exception) -> None:
-        self._ended.set_exception(error)
-        self._ended.exception()  # it may be that nobody asks any more
+        self._error = error
+        self._ended.set_result(None)
 
     def _resume_later(self) -> None:
         if not self._resuming and self._completion is not None:

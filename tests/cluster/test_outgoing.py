@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import weakref
 from typing import Any
@@ -184,3 +185,28 @@ async def test_abandoning_cancels_the_write_and_keeps_nothing(state: str) -> Non
     gc.collect()
     await turn()
     assert complaints == []
+
+
+async def test_an_error_that_was_raised_keeps_nothing() -> None:
+    """Its traceback knows the frames that it has passed, and they the stream."""
+    stream = Stream()
+
+    async def serve(outgoing: Outgoing) -> None:
+        try:
+            await outgoing.until_ended()
+        finally:
+            outgoing.abandon()
+
+    stream.say(1)
+    stream.writes.pop().set_exception(ConnectionError("gone"))
+    stream.say(2)
+    gc.collect()
+    gc.disable()
+    try:
+        with contextlib.suppress(ConnectionError):
+            await serve(stream.outgoing)
+        still_there = weakref.ref(stream)
+        del stream
+        assert still_there() is None
+    finally:
+        gc.enable()
