@@ -22,10 +22,19 @@ from typing import Any
 class Outgoing:
     """See the module's text. Everything happens on the event loop; nothing but `until_ended` waits."""
 
-    def __init__(self, write: Callable[[Any], Awaitable[None]], next_message: Callable[[], Any | None]) -> None:
-        """`write` takes one message at a time. `next_message`: all that is to be said now, or None."""
+    def __init__(
+        self,
+        write: Callable[[Any], Awaitable[None]],
+        next_message: Callable[[], Any | None],
+        has_more: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`write` takes one message at a time. `next_message`: all that is to be said now, or None.
+
+        `has_more`: for messages that can't be merged, whether there is another one already.
+        """
         self._write = write
         self._next_message = next_message
+        self._has_more = has_more
         self._steps: Generator[Any, None, None] | None = None
         self._completion: asyncio.Future[Any] | None = None
         """what the write stands at; neither, or both"""
@@ -39,18 +48,14 @@ class Outgoing:
         if self._ended.done():
             return
         try:
-            if not self._go_on():
-                self._resume_later()
-                return
-            message = None if self._ending else self._next_message()
-            if message is not None:
+            while self._go_on() and not self._ending and (message := self._next_message()) is not None:
                 self._steps = self._write(message).__await__()
-                self._go_on()
-            if self._ending:
-                if self._steps is None:
-                    self._ended.set_result(None)
-                else:
-                    self._resume_later()
+                if not self._go_on() and not (self._ending or self._has_more()):
+                    return
+            if self._steps is not None:
+                self._resume_later()
+            elif self._ending:
+                self._ended.set_result(None)
         except Exception as error:
             self._fail(error)
         except asyncio.CancelledError:
@@ -75,7 +80,7 @@ class Outgoing:
         """Nobody listens any more. What a cancelled task does to the write that it waits for. Idempotent."""
         self._ended.cancel()
         # What makes messages may know this object, and `write` the call, which no cycle must keep alive.
-        self._write = self._next_message = _nothing
+        self._write = self._next_message = self._has_more = _nothing
         steps, completion, self._steps, self._completion = self._steps, self._completion, None, None
         if steps is None or completion is None:
             return

@@ -1,8 +1,9 @@
 """The cell's event loop: streams in, decisions from the core, streams out.
 
 Everything here runs on one asyncio loop and never awaits: messages of gateways and workers come in as method calls, the
-core decides, and what follows is put into outboxes that the streams' own writers drain. So the step loop waits neither
-for a gateway nor for a worker, and needs no lock.
+core decides, and what follows is put into outboxes. Writing from them begins at once where the last write has ended,
+and otherwise when it has (`cluster.outgoing`). So the step loop waits neither for a gateway nor for a worker, and needs
+no lock.
 
 Planning is coalesced: whatever arrives in one turn of the loop is planned together at its end.
 """
@@ -142,8 +143,8 @@ class Cell:
             self.detach(link, crashed=True, why=str(violation))
             return
         link.note_progress(now, bool(self.core.workers[link.worker_id].in_flight))
+        self.schedule_planning()  # first: the worker's next step goes out before the gateways' news
         self.gateways.tell(updates)
-        self.schedule_planning()
 
     def drain_worker(self, worker_id: str) -> None:
         """No new work for a worker; its sequences move, or end there if nobody else can take them. Idempotent."""

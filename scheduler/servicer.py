@@ -1,10 +1,10 @@
-"""The scheduler's gRPC doors: thin; each stream has a reader that calls the cell and a writer that drains an outbox."""
+"""The scheduler's gRPC doors: thin; each stream has a reader that calls the cell, and is written as news come up."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -12,6 +12,7 @@ from tandem.v1 import admin_pb2, admin_pb2_grpc, scheduler_pb2, scheduler_pb2_gr
 
 from cluster import channel, errors
 from cluster.logs import event
+from cluster.outgoing import Outgoing
 from scheduler import convert, sessions
 from scheduler.leadership import Leadership
 from scheduler.loop import Cell
@@ -33,9 +34,27 @@ async def _read_until_end(context: Any, on_message: Callable[[Any], None]) -> No
         on_message(message)
 
 
-async def _write_until_end(context: Any, next_message: Callable[[], Awaitable[Any | None]]) -> None:
-    while (message := await next_message()) is not None:
-        await context.write(message)
+async def _write_until_closed(context: Any, source: WorkerLink | sessions.Session) -> None:
+    """Write what the source has, whenever it has something, and the last of it once it is closed."""
+
+    def next_message() -> Any | None:
+        message = source.next_message()
+        if source.closed and not source.has_more:
+            outgoing.end()
+        return message
+
+    outgoing = Outgoing(context.write, next_message, lambda: source.has_more)
+    source.on_news = outgoing.pump
+    outgoing.pump()
+    try:
+        await outgoing.until_ended()
+    finally:
+        source.on_news = _nobody
+        outgoing.abandon()
+
+
+def _nobody() -> None:
+    """Nothing is written any more."""
 
 
 async def _converse(*directions: Any) -> None:
@@ -73,7 +92,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             )
             await _converse(
                 _read_until_end(context, lambda message: self._on_session_message(session, message)),
-                _write_until_end(context, session.next_response),
+                _write_until_closed(context, session),
             )
         finally:
             self._cell.gateways.close(session)
@@ -102,7 +121,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             await context.write(scheduler_pb2.AttachResponse(welcome=welcome))
             await _converse(
                 _read_until_end(context, lambda message: self._on_worker_message(link, message)),
-                _write_until_end(context, link.next_message),
+                _write_until_closed(context, link),
             )
         finally:
             self._cell.stream_ended(link)

@@ -1,12 +1,14 @@
 """The gateways' sessions: what each still has to be told, and whose request is whose.
 
-Output to a gateway is a map (request, choice) → pending news, drained by the session's own writer. The step loop only
-adds to the map, so a gateway that reads slowly delays nobody and holds one message per choice, however long it stalls.
+Output to a gateway is a map (request, choice) → pending news, from which the stream's sending side takes everything
+once a turn. The step loop only adds to the map, so a gateway that reads slowly delays nobody and holds one message per
+choice, however long it stalls.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +34,10 @@ class Session:
     closed: bool = False
     _pending: dict[tuple[int, int], Any] = field(default_factory=dict)
     """(handle, choice) → Update, or the Status that ends a request"""
-    _wake: asyncio.Event = field(default_factory=asyncio.Event)
+    on_news: Callable[[], None] = lambda: None
+    """called at the end of a turn of the loop in which something came up, or the session ended"""
+    _told: bool = False
+    """`on_news` is about to be called"""
 
     @property
     def num_pending(self) -> int:
@@ -44,18 +49,18 @@ class Session:
         key = (handle, update.sequence.choice)
         waiting = self._pending.get(key)
         self._pending[key] = update if waiting is None else waiting.followed_by(update)
-        self._wake.set()
+        self._tell()
 
     def add_failure(self, handle: int, status: Any) -> None:
         """A request is over without an answer."""
         self.forget(handle)
         self._pending[(handle, -1)] = status
-        self._wake.set()
+        self._tell()
 
     def set_models(self, models: Any, draining: bool) -> None:
         """What the cell serves has changed."""
         self.models, self.draining = models, draining
-        self._wake.set()
+        self._tell()
 
     def forget(self, handle: int, choice: int | None = None) -> None:
         """Nobody waits for these news any more."""
@@ -65,19 +70,30 @@ class Session:
     def close(self) -> None:
         """End the stream after what is pending."""
         self.closed = True
-        self._wake.set()
+        self._tell()
 
-    async def next_response(self) -> Any | None:
-        """Everything pending as one message; None once the session is closed and empty."""
-        while not self._pending and self.models is None:
-            if self.closed:
-                return None
-            self._wake.clear()
-            await self._wake.wait()
+    @property
+    def has_more(self) -> bool:
+        """Whether `next_message` has one."""
+        return bool(self._pending) or self.models is not None
+
+    def next_message(self) -> Any | None:
+        """Everything pending as one message; None where nothing is."""
+        if not self.has_more:
+            return None
         response = convert.session_response(self._pending, self.models, self.draining, self.asked_to_drain)
         self.models = None
         self._pending.clear()
         return response
+
+    def _tell(self) -> None:
+        if not self._told:
+            self._told = True
+            asyncio.get_running_loop().call_soon(self._tell_now)
+
+    def _tell_now(self) -> None:
+        self._told = False
+        self.on_news()
 
 
 @dataclass(frozen=True, slots=True)

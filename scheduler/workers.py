@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +36,9 @@ class WorkerLink:
     closed: bool = False
     _silent_until: float = -math.inf
     """when the last silence of SILENT_S or more ended"""
-    _outbox: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
+    on_news: Callable[[], None] = lambda: None
+    """called when there is a message, or the stream is to end"""
+    _outbox: deque[Any] = field(default_factory=deque)
 
     def hear(self, now: float) -> None:
         """Something came from it."""
@@ -43,20 +47,26 @@ class WorkerLink:
         self.last_heard = now
 
     def send(self, message: Any) -> None:
-        """Queue a message; bounded by the protocol itself: two steps, and rare notices."""
+        """Send a message, now or after those before it; bounded by the protocol itself: two steps, and rare notices."""
         if not self.closed:
-            self._outbox.put_nowait(message)
+            self._outbox.append(message)
+            self.on_news()
 
     def close(self) -> None:
         """End the stream."""
         if not self.closed:
             self.closed = True
-            self._outbox.put_nowait(None)
+            self._outbox.clear()
+            self.on_news()
 
-    async def next_message(self) -> Any | None:
-        """What to send next; None when the stream is to end."""
-        message = await self._outbox.get()
-        return None if self.closed else message
+    def next_message(self) -> Any | None:
+        """What to send next; None where nothing is."""
+        return self._outbox.popleft() if self._outbox else None
+
+    @property
+    def has_more(self) -> bool:
+        """Whether `next_message` has one."""
+        return bool(self._outbox)
 
     def note_issued(self, now: float) -> None:
         """A step was sent; the time of one that waits behind another begins with that one's result."""

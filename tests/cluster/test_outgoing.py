@@ -133,6 +133,26 @@ async def test_a_message_that_cannot_be_made_ends_it() -> None:
         await asyncio.wait_for(outgoing.until_ended(), 10)
 
 
+@pytest.mark.parametrize("at_once", [False, True])
+async def test_messages_that_cannot_be_merged_follow_each_other(at_once: bool) -> None:
+    waiting, begun, writes = [1, 2, 3], [], []
+
+    async def write(message: int) -> None:
+        begun.append(message)
+        if not at_once:
+            writes.append(asyncio.get_running_loop().create_future())
+            await writes[-1]
+
+    outgoing = Outgoing(write, lambda: waiting.pop(0) if waiting else None, lambda: bool(waiting))
+    outgoing.pump()
+    for number in range(1, 4):
+        assert begun == ([1, 2, 3] if at_once else list(range(1, number + 1)))
+        if not at_once:
+            writes[-1].set_result(None)
+        await turn()
+    assert begun == [1, 2, 3]
+
+
 async def test_a_write_of_several_waits_and_one_of_none() -> None:
     """A client's call waits for its metadata before its first write; a write may also end at once."""
     gates = [asyncio.get_running_loop().create_future() for _ in range(2)]
@@ -152,8 +172,6 @@ async def test_a_write_of_several_waits_and_one_of_none() -> None:
         assert done == []
         gate.set_result(None)
         await turn()
-    assert done == [1, 2]
-    outgoing.pump()
     assert done == [1, 2, 3]
 
 

@@ -313,6 +313,6 @@ async def test_a_gateway_that_does_not_read_gets_one_message_per_choice(served: 
     await served.worker()
     served.cell.gateways.submit(session, submit(1, max_tokens=40))
     await until(lambda: not served.cell.core.requests)
-    response = await session.next_response()
+    response = session.next_message()
     assert response is not None
     assert [list(output.token_ids) for output in response.outputs] == [[100 + index for index in range(40)]]

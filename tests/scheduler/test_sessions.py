@@ -23,7 +23,7 @@ def entry(token_id: int) -> types_pb2.PositionLogprobs:
 
 async def sent(session: Session) -> Any:
     """The next message, as it arrives."""
-    response: Any = await session.next_response()
+    response: Any = session.next_message()
     return scheduler_pb2.SessionResponse.FromString(response.SerializeToString())
 
 
@@ -67,7 +67,7 @@ async def test_nothing_is_sent_twice() -> None:
     assert (output.first_token_index, list(output.token_ids)) == (2, [12])
     assert output.finish_reason == types_pb2.FINISH_REASON_LENGTH
     session.close()
-    assert await session.next_response() is None
+    assert session.next_message() is None
 
 
 async def test_an_end_without_an_answer_replaces_what_waits() -> None:
