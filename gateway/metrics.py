@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from itertools import accumulate
 
-from prometheus_client import Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 
-from cluster.telemetry import Telemetry
+from cluster.telemetry import LATENCY_BUCKETS_S, Telemetry
 from gateway.requests import LiveRequest
 
 OUTCOMES = ("stop", "length", "cancelled", "failed")
+
+
+class TokenTally:
+    """What is counted with every token of a model: plain numbers, since the library's take a lock for each."""
+
+    __slots__ = ("gaps", "gaps_s", "tokens")
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.gaps = [0] * (len(LATENCY_BUCKETS_S) + 1)
+        """by bucket, not cumulated; the last one is for what is beyond all bounds"""
+        self.gaps_s = 0.0
 
 
 class GatewayMetrics:
@@ -20,7 +34,6 @@ class GatewayMetrics:
         self._requests = telemetry.counter("gateway_requests", "Requests by how they ended.", ["model", "outcome"])
         self._refused = telemetry.counter("gateway_refused", "Requests refused before they ran, by code.", ["code"])
         self._prompt = telemetry.counter("gateway_prompt_tokens", "Prompt tokens of requests that ran.", ["model"])
-        self._output = telemetry.counter("gateway_generation_tokens", "Tokens received from workers.", ["model"])
         self._cached = telemetry.counter("gateway_cached_tokens", "Prompt tokens found in a prefix cache.", ["model"])
         self._drafted = telemetry.counter("gateway_drafted_tokens", "Tokens drafted and verified.", ["model"])
         self._accepted = telemetry.counter("gateway_accepted_tokens", "Drafted tokens that were right.", ["model"])
@@ -28,30 +41,28 @@ class GatewayMetrics:
         self._first = telemetry.histogram(
             "gateway_time_to_first_token_seconds", "From a request's arrival to its first token.", ["model"]
         )
-        self._between = telemetry.histogram(
-            "gateway_inter_token_seconds", "Between the tokens of a request, per token.", ["model"]
-        )
         self._whole = telemetry.histogram("gateway_request_seconds", "From arrival to end.", ["model"])
         self._sessions = telemetry.counter("gateway_sessions", "Sessions opened with a scheduler.")
         self._resubmitted = telemetry.counter("gateway_resubmissions", "Live requests given to a scheduler again.")
         self._gaps = telemetry.counter("gateway_index_gaps", "Missing tokens noticed, and asked for again.")
-        self._per_token: dict[str, tuple[Counter, Histogram]] = {}
+        self._tallies: dict[str, TokenTally] = {}
+        telemetry.registry.register(self)
         telemetry.gauge("gateway_requests_running", "Live requests.", read=num_live)
         telemetry.gauge("gateway_session_up", "1 while the session with the scheduler stands.", read=session_up)
 
     def tokens_received(self, request: LiveRequest, num_tokens: int, now: float) -> None:
         """New tokens of a request came at `now`, on the event loop's clock."""
         model = request.spec.model
-        # `labels` looks its child up by a tuple of texts, under a lock; here that would be for every token.
-        found = self._per_token.get(model)
-        if found is None:
-            found = self._per_token[model] = (self._output.labels(model), self._between.labels(model))
-        output, between = found
-        output.inc(num_tokens)
+        tally = self._tallies.get(model)
+        if tally is None:
+            tally = self._tallies[model] = TokenTally()
+        tally.tokens += num_tokens
         if request.last_token_at is None:
             self._first.labels(model).observe(now - request.arrived)
         else:
-            between.observe((now - request.last_token_at) / num_tokens)
+            gap_s = (now - request.last_token_at) / num_tokens
+            tally.gaps[bisect_left(LATENCY_BUCKETS_S, gap_s)] += 1
+            tally.gaps_s += gap_s
         request.last_token_at = now
 
     def request_ended(self, request: LiveRequest, outcome: str, now: float) -> None:
@@ -77,3 +88,17 @@ class GatewayMetrics:
     def gap(self) -> None:
         """A choice's tokens came with a gap."""
         self._gaps.inc()
+
+    def collect(self) -> Iterator[Metric]:
+        """The tallies, for a scrape."""
+        output = CounterMetricFamily(
+            "tandem_gateway_generation_tokens", "Tokens received from workers.", labels=("model",)
+        )
+        between = HistogramMetricFamily(
+            "tandem_gateway_inter_token_seconds", "Between the tokens of a request, per token.", labels=("model",)
+        )
+        bounds = [*map(str, LATENCY_BUCKETS_S), "+Inf"]
+        for model, tally in self._tallies.items():
+            output.add_metric([model], tally.tokens)
+            between.add_metric([model], list(zip(bounds, accumulate(tally.gaps), strict=True)), tally.gaps_s)
+        yield from (output, between)
