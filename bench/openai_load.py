@@ -1,6 +1,7 @@
 """Closed-loop load on an OpenAI-compatible server, timed as `cli.load` times Tandem's.
 
-One connection per client, kept alive; completions are streamed as server-sent events:
+One connection per client, kept alive as long as the server keeps it (llama.cpp's ends each after a streamed answer,
+whatever it says); completions are streamed as server-sent events:
 
     POST /v1/completions ──▶ data: {"choices": [{"text": " a"}]}      a delivery, with one token or more
                              data: {"choices": [], "usage": {…}}      how many tokens there were
@@ -28,6 +29,10 @@ class BadAnswer(Exception):
     """The server answered something else than a stream of completions; the text is for a person."""
 
 
+class _NotKept(Exception):
+    """The server ended a connection after an earlier answer: no fault, the request goes over a new one."""
+
+
 @dataclass(frozen=True, slots=True)
 class Endpoint:
     """Where to send requests, and what each carries besides its prompt."""
@@ -52,8 +57,15 @@ async def run(
             record = Record(due_s=(now := time.perf_counter()), started_s=now)
             records.append(record)
             try:
-                connection = connection or await _Connection.open(endpoint)
-                await _measure(connection, body, record)
+                if connection is not None:
+                    try:
+                        await _measure(connection, body, record)
+                    except _NotKept:
+                        connection.close()
+                        connection = None
+                if connection is None:
+                    connection = await _Connection.open(endpoint)
+                    await _measure(connection, body, record)
                 if record.error is None and record.num_tokens != max_tokens:
                     record.error = "SHORT_ANSWER"
             except (OSError, BadAnswer, asyncio.IncompleteReadError, ValueError, KeyError) as error:
@@ -109,6 +121,7 @@ class _Connection:
         self._host = f"{endpoint.host}:{endpoint.port}"
         self._reader = reader
         self._writer = writer
+        self._has_answered = False
 
     @classmethod
     async def open(cls, endpoint: Endpoint) -> _Connection:
@@ -118,10 +131,18 @@ class _Connection:
         self._writer.close()
 
     async def post(self, path: str, body: bytes) -> AsyncIterator[dict[str, Any]]:
-        """The events of the answer, decoded. Raises BadAnswer for another status than 200."""
+        """The events of the answer, decoded. Raises BadAnswer for another status than 200, _NotKept for none at all
+        where there was an earlier answer.
+        """
         head = f"POST {path} HTTP/1.1\r\nHost: {self._host}\r\nContent-Type: application/json\r\n"
         self._writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        status, headers = await self._head()
+        try:
+            status, headers = await self._head()
+        except (asyncio.IncompleteReadError, ConnectionError) as error:
+            if self._has_answered and not getattr(error, "partial", b""):
+                raise _NotKept from error
+            raise
+        self._has_answered = True
         chunks = self._chunks(headers)
         if status != 200:
             text = b"".join([chunk async for chunk in chunks]).decode("utf-8", "replace")

@@ -24,6 +24,8 @@ class OpenAIServer:
     cut_short: frozenset[int] = frozenset()
     break_off: frozenset[int] = frozenset()
     fail_inside: frozenset[int] = frozenset()
+    say_nothing: frozenset[int] = frozenset()
+    keeps_connections: bool = True
     bodies: list[dict[str, Any]] = field(default_factory=list)
     num_connections: int = 0
     running: int = 0
@@ -45,7 +47,7 @@ class OpenAIServer:
                 while self.most_running < self.all_here:  # noqa: ASYNC110
                     await asyncio.sleep(0)
                 try:
-                    if not await self.answer(body, writer):
+                    if not await self.answer(body, writer) or not self.keeps_connections:
                         break
                 finally:
                     self.running -= 1
@@ -53,6 +55,8 @@ class OpenAIServer:
 
     async def answer(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> bool:
         first = body["prompt"][0]
+        if first in self.say_nothing:
+            return False
         if first in self.refuse:
             text = b'{"error": {"message": "prompt: no"}}'
             writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: %d\r\n\r\n" % len(text) + text)
@@ -111,6 +115,21 @@ async def test_a_closed_loop_streams_and_keeps_its_connections() -> None:
     body = server.bodies[0]
     assert sorted(one["prompt"][0] for one in server.bodies) == list(range(6))
     assert (body["max_tokens"], body["temperature"], body["stream"], body["ignore_eos"]) == (5, 0, True, True)
+
+
+async def test_a_server_may_end_connections_after_an_answer() -> None:
+    server = OpenAIServer(keeps_connections=False)
+    records = await run(server)
+    assert [(record.num_tokens, len(record.gaps_s), record.error) for record in records] == [(5, 4, None)] * 6
+    assert server.num_connections == len(server.bodies) == 6
+
+
+async def test_no_answer_over_a_new_connection_is_an_error() -> None:
+    server = OpenAIServer(say_nothing=frozenset({1}))
+    records = await run(server, count=3, concurrency=1)
+    assert [record.error is None for record in records] == [True, False, True]
+    # Over a kept connection it is asked once more, over a new one.
+    assert [body["prompt"][0] for body in server.bodies] == [0, 1, 1, 2]
 
 
 async def test_several_tokens_of_a_delivery_are_counted_by_the_server() -> None:
