@@ -15,8 +15,9 @@ handler of the call.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Callable, Generator
-from typing import Any
+from typing import Any, Protocol
 
 
 class Outgoing:
@@ -122,6 +123,74 @@ class Outgoing:
     def _resume(self, _: asyncio.Future[Any]) -> None:
         self._resuming = False
         self.pump()
+
+
+class Source(Protocol):
+    """What is to be written into a stream, as it comes up."""
+
+    on_news: Callable[[], None]
+    """called when `next_message` may have something, or `closed` has become true"""
+    closed: bool
+    """Nothing more will come up; what waits is still written."""
+
+    @property
+    def has_more(self) -> bool:
+        """Whether `next_message` has one."""
+        ...
+
+    def next_message(self) -> Any | None:
+        """What to write next; None where nothing is."""
+        ...
+
+
+class Outbox:
+    """Messages that can't be merged, in order. Bounded by who fills it."""
+
+    def __init__(self) -> None:
+        self.on_news: Callable[[], None] = _nothing
+        self.closed = False
+        self._waiting: deque[Any] = deque()
+
+    def send(self, message: Any) -> None:
+        """Write it, now or after those before it; without effect once closed."""
+        if not self.closed:
+            self._waiting.append(message)
+            self.on_news()
+
+    def close(self, *, drop: bool = False) -> None:
+        """Nothing more is taken; `drop`: what waits isn't written either."""
+        if drop:
+            self._waiting.clear()
+        self.closed = True
+        self.on_news()
+
+    @property
+    def has_more(self) -> bool:
+        """Whether `next_message` has one."""
+        return bool(self._waiting)
+
+    def next_message(self) -> Any | None:
+        """What to write next; None where nothing is."""
+        return self._waiting.popleft() if self._waiting else None
+
+
+async def write_until_closed(write: Callable[[Any], Awaitable[None]], source: Source) -> None:
+    """Write what the source has, whenever it has something, and the last of it once it is closed."""
+
+    def next_message() -> Any | None:
+        message = source.next_message()
+        if source.closed and not source.has_more:
+            outgoing.end()
+        return message
+
+    outgoing = Outgoing(write, next_message, lambda: source.has_more)
+    source.on_news = outgoing.pump
+    outgoing.pump()
+    try:
+        await outgoing.until_ended()
+    finally:
+        source.on_news = _nothing
+        outgoing.abandon()
 
 
 def _nothing(*_: Any) -> Any:

@@ -12,7 +12,7 @@ from tandem.v1 import admin_pb2, admin_pb2_grpc, scheduler_pb2, scheduler_pb2_gr
 
 from cluster import channel, errors
 from cluster.logs import event
-from cluster.outgoing import Outgoing
+from cluster.outgoing import write_until_closed
 from scheduler import convert, sessions
 from scheduler.leadership import Leadership
 from scheduler.loop import Cell
@@ -32,29 +32,6 @@ async def _first(context: Any) -> Any:
 async def _read_until_end(context: Any, on_message: Callable[[Any], None]) -> None:
     while (message := await context.read()) is not grpc.aio.EOF:
         on_message(message)
-
-
-async def _write_until_closed(context: Any, source: WorkerLink | sessions.Session) -> None:
-    """Write what the source has, whenever it has something, and the last of it once it is closed."""
-
-    def next_message() -> Any | None:
-        message = source.next_message()
-        if source.closed and not source.has_more:
-            outgoing.end()
-        return message
-
-    outgoing = Outgoing(context.write, next_message, lambda: source.has_more)
-    source.on_news = outgoing.pump
-    outgoing.pump()
-    try:
-        await outgoing.until_ended()
-    finally:
-        source.on_news = _nobody
-        outgoing.abandon()
-
-
-def _nobody() -> None:
-    """Nothing is written any more."""
 
 
 async def _converse(*directions: Any) -> None:
@@ -92,7 +69,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             )
             await _converse(
                 _read_until_end(context, lambda message: self._on_session_message(session, message)),
-                _write_until_closed(context, session),
+                write_until_closed(context.write, session),
             )
         finally:
             self._cell.gateways.close(session)
@@ -121,7 +98,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
             await context.write(scheduler_pb2.AttachResponse(welcome=welcome))
             await _converse(
                 _read_until_end(context, lambda message: self._on_worker_message(link, message)),
-                _write_until_closed(context, link),
+                write_until_closed(context.write, link.outbox),
             )
         finally:
             self._cell.stream_ended(link)

@@ -19,6 +19,10 @@ Key = tuple[str, int]
 """(gateway id, handle): names a request to the core"""
 
 
+def _nobody() -> None:
+    """Nothing is written yet."""
+
+
 @dataclass(eq=False)
 class Session:
     """One open session stream."""
@@ -34,10 +38,12 @@ class Session:
     closed: bool = False
     _pending: dict[tuple[int, int], Any] = field(default_factory=dict)
     """(handle, choice) → Update, or the Status that ends a request"""
-    on_news: Callable[[], None] = lambda: None
-    """called at the end of a turn of the loop in which something came up, or the session ended"""
     _told: bool = False
     """`on_news` is about to be called"""
+
+    def __post_init__(self) -> None:
+        self.on_news: Callable[[], None] = _nobody
+        """called at the end of a turn of the loop in which something came up, or the session ended"""
 
     @property
     def num_pending(self) -> int:

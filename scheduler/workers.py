@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.channel import KEEPALIVE_TIMEOUT_S
 from cluster.health import Progress
+from cluster.outgoing import Outbox
 
 SILENT_S = 0.75 * KEEPALIVE_TIMEOUT_S
 """A worker is heard each second. A connection breaks at once when a process dies, but KEEPALIVE_TIMEOUT_S after the
@@ -33,12 +32,9 @@ class WorkerLink:
     drained_sent: bool = False
     leaving: bool = False
     """it has said so. How its stream ends tells nothing: one that is reset may read as one that was closed"""
-    closed: bool = False
     _silent_until: float = -math.inf
     """when the last silence of SILENT_S or more ended"""
-    on_news: Callable[[], None] = lambda: None
-    """called when there is a message, or the stream is to end"""
-    _outbox: deque[Any] = field(default_factory=deque)
+    outbox: Outbox = field(default_factory=Outbox)
 
     def hear(self, now: float) -> None:
         """Something came from it."""
@@ -46,27 +42,18 @@ class WorkerLink:
             self._silent_until = now
         self.last_heard = now
 
+    @property
+    def closed(self) -> bool:
+        """Whether the stream has ended, or is to."""
+        return self.outbox.closed
+
     def send(self, message: Any) -> None:
         """Send a message, now or after those before it; bounded by the protocol itself: two steps, and rare notices."""
-        if not self.closed:
-            self._outbox.append(message)
-            self.on_news()
+        self.outbox.send(message)
 
     def close(self) -> None:
         """End the stream."""
-        if not self.closed:
-            self.closed = True
-            self._outbox.clear()
-            self.on_news()
-
-    def next_message(self) -> Any | None:
-        """What to send next; None where nothing is."""
-        return self._outbox.popleft() if self._outbox else None
-
-    @property
-    def has_more(self) -> bool:
-        """Whether `next_message` has one."""
-        return bool(self._outbox)
+        self.outbox.close(drop=True)
 
     def note_issued(self, now: float) -> None:
         """A step was sent; the time of one that waits behind another begins with that one's result."""

@@ -24,6 +24,7 @@ from tandem.v1 import scheduler_pb2, scheduler_pb2_grpc
 from cluster.channel import STREAM_ERRORS, abandon, connect, end_all, end_if_cancelled, until_one_ends, why_ended
 from cluster.leaders import Leaders
 from cluster.logs import event
+from cluster.outgoing import Outbox, write_until_closed
 from worker.convert import (
     draining_to_proto,
     heartbeat_to_proto,
@@ -86,8 +87,7 @@ class Attachment:
         self._epoch = 0
         self._issued = 0
         self._highest_term = 0
-        self._outbox: asyncio.Queue[scheduler_pb2.AttachRequest | None] = asyncio.Queue()
-        """None: nothing more is written"""
+        self._outbox = Outbox()
         self._call: grpc.aio.StreamStreamCall | None = None
         """the stream that counts, from Hello on; one that is being left does no more"""
         self._farewells: set[asyncio.Task[None]] = set()
@@ -134,7 +134,7 @@ class Attachment:
         if self._call is None:
             return
         if self.attached:
-            self._outbox.put_nowait(draining_to_proto())
+            self._outbox.send(draining_to_proto())
         try:
             await asyncio.wait_for(self._ended.wait(), timeout_s)
         except TimeoutError:
@@ -143,12 +143,13 @@ class Attachment:
     def send_outcome(self, outcome: StepOutcome) -> None:
         """Pass on what came of a step, if its epoch still is the stream's."""
         if self.attached and (outcome.term, outcome.epoch) == (self._term, self._epoch):
-            self._outbox.put_nowait(result_to_proto(outcome))
+            self._outbox.send(result_to_proto(outcome))
+            self.last_step = outcome.number
 
     def send_heartbeat(self) -> None:
         """Tell now how things stand; without effect while nobody listens."""
         if self.attached:
-            self._outbox.put_nowait(self._heartbeat())
+            self._outbox.send(self._heartbeat())
 
     # ------------------------------------------------------------------------------------------------------ one stream
 
@@ -162,17 +163,22 @@ class Attachment:
         try:
             await self._introduce(call, residents)
             await self._steps.call(Executor.reset)
-            self._outbox = asyncio.Queue()
+            self._outbox = Outbox()
             self.last_step = self._issued = 0
             self._set_attached(True)
             if self._draining:
-                self._outbox.put_nowait(draining_to_proto())
-            running = (self._read(call), self._write(call), self._beat(), self._until_outranked())
+                self._outbox.send(draining_to_proto())
+            running = (
+                self._read(call),
+                write_until_closed(call.write, self._outbox),
+                self._beat(),
+                self._until_outranked(),
+            )
             parts = [asyncio.ensure_future(part) for part in running]
             await until_one_ends(parts)
         except Outranked:
-            self._outbox.put_nowait(leaving_to_proto())
-            self._outbox.put_nowait(None)
+            self._outbox.send(leaving_to_proto())
+            self._outbox.close()
             farewell = asyncio.ensure_future(_take_leave(call, channel, parts))
             self._farewells.add(farewell)
             farewell.add_done_callback(self._farewells.discard)
@@ -241,16 +247,6 @@ class Attachment:
             return
         self._issued = step.number
         self._steps.submit(step_from_proto(step))
-
-    async def _write(self, call: grpc.aio.StreamStreamCall) -> None:
-        outbox = self._outbox
-        while True:
-            message = await outbox.get()
-            if message is None:
-                return
-            await call.write(message)
-            if message.WhichOneof("message") == "result":
-                self.last_step = message.result.number
 
     async def _until_outranked(self) -> None:
         address = await self._leaders.outranked(self._term)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cluster.outgoing import Outgoing
+from cluster.outgoing import Outbox, Outgoing, write_until_closed
 
 
 class Stream:
@@ -228,3 +228,47 @@ async def test_an_error_that_was_raised_keeps_nothing() -> None:
         assert still_there() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("drop", [False, True])
+async def test_an_outbox_is_written_in_order_and_closed_after_what_waits_or_without_it(drop: bool) -> None:
+    begun: list[int] = []
+    writes: list[asyncio.Future[None]] = []
+
+    async def write(message: int) -> None:
+        begun.append(message)
+        writes.append(asyncio.get_running_loop().create_future())
+        await writes[-1]
+
+    outbox = Outbox()
+    outbox.send(1)
+    writing = asyncio.ensure_future(write_until_closed(write, outbox))
+    await turn()
+    assert begun == [1]
+    outbox.send(2)
+    outbox.send(3)
+    outbox.close(drop=drop)
+    outbox.send(4)
+    expected = [1] if drop else [1, 2, 3]
+    for number in range(len(expected)):
+        assert begun == expected[: number + 1]
+        assert not writing.done()
+        writes[-1].set_result(None)
+        await turn()
+    await asyncio.wait_for(writing, 10)
+    assert begun == expected
+
+
+async def test_who_no_longer_writes_is_told_nothing() -> None:
+    async def write(message: int) -> None:
+        await asyncio.get_running_loop().create_future()
+
+    outbox = Outbox()
+    writing = asyncio.ensure_future(write_until_closed(write, outbox))
+    outbox.send(1)
+    await turn()
+    writing.cancel()
+    await asyncio.wait([writing], timeout=10)
+    outbox.send(2)
+    assert writing.cancelled()
+    assert (outbox.next_message(), outbox.has_more) == (2, False)
