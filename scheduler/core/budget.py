@@ -9,8 +9,9 @@ Whatever T looks like, the best set of m draft tokens is that of the m likeliest
 which keeps each row's in order, too. T may have plateaus (tiles), where one token doesn't pay and four do; so all m are
 compared, not only up to the first that doesn't pay. With a convex T that is the same.
 
-Drafts don't always come in time: of each token asked for, a share `availability` does. The rest costs nothing, and
-brings nothing.
+Drafts don't always come in time: of the tokens asked for at a position, a share `availability` does. The rest costs
+nothing, and brings nothing. The first tokens of a draft come more often than the last, so a draft that is mostly there
+by half is asked for by half.
 """
 
 from __future__ import annotations
@@ -50,13 +51,14 @@ def choose(
     load: Load,
     plain: Curve,
     drafting: Curve,
-    availability: float = 1.0,
+    availability: Sequence[float] = (1.0,),
     margin: float = 0.0,
 ) -> Budget:
     """k per row for the most expected tokens per second, or none where that gains no more than `margin`.
 
     `survivals`: per row, falling weakly, as long as the row may draft; rows that are in the load alone need no entry.
-    `plain` and `drafting`: T(n) of steps without and with drafts.
+    `plain` and `drafting`: T(n) of steps without and with drafts. `availability`, by position, falls weakly, too;
+    positions beyond its last are like that.
     """
     num_tokens = load.num_rows + load.num_other_tokens
     nothing = Budget([0] * len(survivals), 1.0)
@@ -66,9 +68,11 @@ def choose(
     candidates.sort()
     best, best_count = (1.0 + margin) * load.num_rows / plain.at(num_tokens), 0
     expected, size = float(load.num_rows), float(num_tokens)
-    for count, (minus_s, _, _) in enumerate(candidates[: load.max_draft_tokens], 1):
-        expected -= availability * minus_s
-        size += availability
+    last = len(availability) - 1
+    for count, (minus_s, position, _) in enumerate(candidates[: load.max_draft_tokens], 1):
+        comes = availability[min(position, last)]
+        expected -= comes * minus_s
+        size += comes
         rate = expected / drafting.at(size)
         if rate > best:
             best, best_count = rate, count

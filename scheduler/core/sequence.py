@@ -21,7 +21,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from scheduler.core.speculation import RowDrafts
+    from scheduler.core.row_drafts import RowDrafts
 
 SUSPECT_CRASHES = 2
 """after so many crashes in a row without a new token, a sequence is a suspect: its steps contain nothing else"""

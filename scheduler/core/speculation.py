@@ -21,16 +21,17 @@ The caller passes steps and their outcomes; time comes in only as their duration
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
 from enum import Enum, auto
 from math import isfinite
 
-from scheduler.core.acceptance import AcceptanceCurve, PositionTotals, RowEvidence, shifted, survival
-from scheduler.core.budget import Load, choose
+from scheduler.core.acceptance import AcceptanceCurve, PositionTotals, shifted, survival
+from scheduler.core.availability import Availability
+from scheduler.core.budget import Budget, Load, choose
 from scheduler.core.config import CoreConfig
+from scheduler.core.row_drafts import RowDrafts, most_drafted, tokens_left
 from scheduler.core.sequence import Sequence
 from scheduler.core.step import Step, StepOutcome
-from scheduler.core.step_time import StepTimes, completed
+from scheduler.core.step_time import Curve, StepTimes, completed
 
 MARGIN = 0.05
 """switched on only for more than this; twice as much after each time that didn't pay for long, up to LARGEST_MARGIN"""
@@ -52,6 +53,13 @@ SETTLING_STEPS = 3
 VARY_EVERY = 32
 """steps after which budgets are halved for once, so that T(n) is known on this side of them; VARY_FIRST at the start"""
 VARY_FIRST = 4
+READ_TOKENS = 64
+"""by which the target's own reading of a token is told from T(n)"""
+READING_SHARE = 0.15
+"""what reading a token costs at the draft worker, by what it adds to a step of the target; a mirror is opened only for
+a sequence that is expected to earn back the reading of all its tokens"""
+BEST_ACCEPTANCE = 0.9
+"""as of a copy; where even that would not pay nothing is probed"""
 PROBE_STEPS = 8
 PROBE_ROWS = 2
 PROBE_TOKENS = 2
@@ -60,15 +68,11 @@ LONGEST_PROBE_WAIT = 1024
 LONGEST_COSTLY_WAIT = 4096
 PROBE_SHARE = 0.005
 """of the time until the next one, what a probe may cost: a dear one is followed by a longer wait"""
-ROW_WAIT = 16
 ROW_TRIES = 3
-LONGEST_ROW_WAIT = 256
 GRACE_STEPS = 4
 """steps in which no draft is expected yet: the draft worker has just been told of the sequence"""
 UNANSWERED_STEPS = 24
 """steps in a row without a draft after which a row is one that nobody drafts for"""
-AVAILABILITY_MEMORY = 256.0
-"""draft tokens asked for that weigh about as much as all before them"""
 
 
 class Phase(Enum):
@@ -78,20 +82,6 @@ class Phase(Enum):
     OFF = auto()
     PROBING = auto()
     ON = auto()
-
-
-@dataclass(slots=True)
-class RowDrafts:
-    """What is known of one sequence's drafts; goes with it from worker to worker."""
-
-    evidence: RowEvidence = field(default_factory=RowEvidence)
-    waited: int = 0
-    """steps without a budget while others had one"""
-    wait: int = ROW_WAIT
-    failed: int = 0
-    """drafts of this probe that were wrong"""
-    unanswered: int = 0
-    """steps with a budget since it had none, before the first draft came"""
 
 
 class Speculation:
@@ -106,13 +96,15 @@ class Speculation:
         self.phase = Phase.MEASURING
         self._curves = {True: AcceptanceCurve(), False: AcceptanceCurve()}
         """by whether the temperature is 0"""
-        self._asked = self._came = 0.0
+        self.availability = Availability()
         self._plans = 0
         self._chooses = False
         """whether budgets are chosen here; with fixed ones nothing needs to be learned"""
         self._until = PLAIN_STEPS
         self._wait = PROBE_WAIT // 2
         self._margin = MARGIN / 2
+        self._probed: tuple[int, ...] = ()
+        """ids of the sequences of the latest probe"""
         self._probing_s = 0.0
         """by which the steps of the latest probe were longer than plain ones"""
         self._on_since: int | None = None
@@ -167,16 +159,14 @@ class Speculation:
         """Choose; switch on or off accordingly."""
         self._looked_at_rows, self._looked_at_plan = load.num_rows, self._plans
         self._newest = decodes[-1].sequence_id
-        plain, drafting = self.plain_times.curve, self.drafting_times.curve
+        curves = self._step_curves()
         was_on = self.phase in (Phase.ON, Phase.MEASURING)
-        chosen = choose(
-            survivals,
-            load,
-            completed(plain, drafting),
-            completed(drafting, plain),
-            self.availability,
-            STAY if was_on else self._margin,
-        )
+        margin = STAY if was_on else self._margin
+        shares = self.availability.shares(max_draft_tokens)
+        chosen = choose(survivals, load, *curves, shares, margin)
+        if chosen and (dear := self._dear(decodes, chosen, load)):
+            survivals = [[] if row in dear else survival for row, survival in enumerate(survivals)]
+            chosen = choose(survivals, load, *curves, shares, margin)
         self.gain = chosen.gain
         if chosen and not self.drafting_times.observed and load.num_rows > PROBE_ROWS:
             # Nothing is known of drafts yet: a few rows are enough to find out.
@@ -187,18 +177,53 @@ class Speculation:
                 if self._on_since is None:
                     self._on_since = self._plans
                 self._enter(Phase.ON, _measured_again_after(chosen.gain))
-            if self._plans % (VARY_EVERY if len(drafting.sizes) > 1 else VARY_FIRST) == 0:
+            if self._plans % (VARY_EVERY if len(self.drafting_times.curve.sizes) > 1 else VARY_FIRST) == 0:
                 return [(k + 1) // 2 for k in chosen.drafts]
             self._probe_rows(decodes, survivals, chosen.drafts, load.max_draft_tokens)
             return chosen.drafts
         if self.phase is Phase.OFF and self._plans >= self._until:
-            self.drafting_times.age(OLD_SAMPLES)
-            self._probing_s = 0.0
-            self._enter(Phase.PROBING, PROBE_STEPS)
-            return self._probe(decodes, load.max_draft_tokens, max_draft_tokens)
+            return self._begin_probe(decodes, load, max_draft_tokens)
         if self.phase is not Phase.OFF:
             self._switch_off()
         return None
+
+    def _step_curves(self) -> tuple[Curve, Curve]:
+        """T(n) without and with drafts, each completed by the other."""
+        plain, drafting = self.plain_times.curve, self.drafting_times.curve
+        return completed(plain, drafting), completed(drafting, plain)
+
+    def _dear(self, decodes: list[Sequence], chosen: Budget, load: Load) -> set[int]:
+        """Rows of a choice that won't earn back, until they end, what the draft worker must read first.
+
+        A sequence that may go on for n tokens is expected to for n / 2.
+        """
+        new = [row for row, k in enumerate(chosen.drafts) if k and decodes[row].drafts is None]
+        if not new:
+            return set()
+        plain_s = self.plain_times.curve.at(load.num_rows)
+        reading_s = READING_SHARE * (self.plain_times.curve.at(load.num_rows + READ_TOKENS) - plain_s) / READ_TOKENS
+        saved_s = plain_s * (1.0 - 1.0 / chosen.gain) / sum(1 for k in chosen.drafts if k)
+        dear = set()
+        for row in new:
+            num_steps = tokens_left(decodes[row]) / 2 / (1 + chosen.drafts[row])
+            if num_steps * saved_s < reading_s * len(decodes[row].token_ids):
+                dear.add(row)
+        return dear
+
+    def _begin_probe(self, decodes: list[Sequence], load: Load, max_draft_tokens: int) -> list[int] | None:
+        """A probe, unless prompts are computed, which comes first, or the best of drafts would not pay either."""
+        if load.num_other_tokens:
+            return None
+        best = [survival([BEST_ACCEPTANCE] * max_draft_tokens)] * load.num_rows
+        plain, _ = self._step_curves()
+        if not choose(best, load, plain, plain, margin=self._margin):
+            self._enter(Phase.OFF, self._wait)
+            return None
+        self.drafting_times.age(OLD_SAMPLES)
+        self._probing_s = 0.0
+        self._probed = ()
+        self._enter(Phase.PROBING, PROBE_STEPS)
+        return self._probe(decodes, load.max_draft_tokens, max_draft_tokens)
 
     def _switch_off(self) -> None:
         """The time until the next probe doubles, unless drafts have paid for long enough since the last."""
@@ -216,18 +241,21 @@ class Speculation:
         self._until = self._plans + num_plans
 
     def _probe(self, decodes: list[Sequence], room: int, max_draft_tokens: int) -> list[int]:
-        """A short budget for a few rows, others each time. Costs by those few."""
-        num_rows = len(decodes)
-        drafts = [0] * num_rows
-        found, first = 0, self._until % num_rows
-        for row in (*range(first, num_rows), *range(first)):
-            k = min(PROBE_TOKENS, _most(decodes[row], max_draft_tokens), room)
-            if k > 0:
-                drafts[row] = k
-                room -= k
-                found += 1
-                if found == PROBE_ROWS:
-                    break
+        """A short budget for a few rows, the same throughout: those that the draft worker reads soonest."""
+        drafts = [0] * len(decodes)
+        rows = [row for row, sequence in enumerate(decodes) if most_drafted(sequence, max_draft_tokens) > 0]
+        rows.sort(
+            key=lambda row: (
+                decodes[row].sequence_id not in self._probed,
+                tokens_left(decodes[row]) < PROBE_STEPS,
+                len(decodes[row].token_ids),
+            )
+        )
+        del rows[PROBE_ROWS:]
+        self._probed = tuple(decodes[row].sequence_id for row in rows)
+        for row in rows:
+            drafts[row] = min(PROBE_TOKENS, most_drafted(decodes[row], max_draft_tokens), room)
+            room -= drafts[row]
         return drafts
 
     @staticmethod
@@ -245,7 +273,7 @@ class Speculation:
             if state.waited <= state.wait:
                 state.unanswered = 0
             elif state.waited > state.wait + 2 * GRACE_STEPS:
-                _end_probe(state, right=False)
+                state.end_probe(right=False)
             elif room > 0:
                 drafts[row] = 1
                 room -= 1
@@ -269,7 +297,7 @@ class Speculation:
                 positions = common[greedy]
             else:
                 positions = survival(shifted(curves[greedy], state.evidence.odds_ratio))
-            most = _most(sequence, max_draft_tokens)
+            most = most_drafted(sequence, max_draft_tokens)
             survivals.append(positions if most >= max_draft_tokens else positions[: max(0, most)])
         return survivals
 
@@ -329,7 +357,7 @@ class Speculation:
             if state.waited > state.wait:
                 state.failed += not accepted
                 if accepted or state.failed >= ROW_TRIES:
-                    _end_probe(state, accepted > 0)
+                    state.end_probe(accepted > 0)
         for (greedy, drafted, accepted), count in verdicts.items():
             self._curves[greedy].observe(drafted, accepted, count)
             self.totals.observe(drafted, accepted, count)
@@ -341,16 +369,9 @@ class Speculation:
             state.unanswered += 1
             if state.unanswered <= GRACE_STEPS:
                 return
-        keep = 1.0 - 1.0 / AVAILABILITY_MEMORY
-        self._asked = self._asked * keep + k
-        self._came = self._came * keep + min(k, drafted)
+        self.availability.observe(k, drafted)
 
     # ------------------------------------------------------------------------------------------------ what is seen
-
-    @property
-    def availability(self) -> float:
-        """Of the draft tokens asked for, the share that was there in time."""
-        return max(0.05, (self._came + 4.0) / (self._asked + 4.0))
 
     def acceptance(self, greedy: bool, num_positions: int) -> list[float]:
         """P(right | those before it are right) by position, as expected now."""
@@ -360,19 +381,3 @@ class Speculation:
 def _measured_again_after(gain: float) -> int:
     """Steps with drafts before plain ones are measured again."""
     return int(min(LATEST_AGAIN, max(SOONEST_AGAIN, AGAIN_STEPS * (1.0 - 1.0 / gain) / PLAIN_SHARE)))
-
-
-def _most(sequence: Sequence, max_draft_tokens: int) -> int:
-    """Draft tokens that a row may have at most: no token may be its last but one, and its request may want fewer."""
-    left = sequence.limit - len(sequence.token_ids) - sequence.sampling_in_flight - 1  # type: ignore[operator]
-    wanted = sequence.request.spec.max_draft_tokens
-    return min(left, max_draft_tokens) if wanted is None else min(left, max_draft_tokens, wanted)
-
-
-def _end_probe(state: RowDrafts, right: bool) -> None:
-    """A row's probe is over: the next comes at once where it was right, else later than the last."""
-    state.failed = 0
-    if right:
-        state.waited = state.wait = ROW_WAIT
-    else:
-        state.waited, state.wait = 0, min(2 * state.wait, LONGEST_ROW_WAIT)

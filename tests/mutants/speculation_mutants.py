@@ -8,7 +8,7 @@ SPECULATION: tuple[Mutant, ...] = (
     Mutant(
         "draft-cost-forgotten",
         "scheduler/core/budget.py",
-        "        size += availability\n",
+        "        size += comes\n",
         "",
         ("tests/scheduler/core/test_budget.py",),
     ),
@@ -63,10 +63,38 @@ SPECULATION: tuple[Mutant, ...] = (
     ),
     Mutant(
         "drafts-beyond-the-last-token",
-        "scheduler/core/speculation.py",
+        "scheduler/core/row_drafts.py",
         "sequence.sampling_in_flight - 1  #",
         "sequence.sampling_in_flight  #",
         ("tests/scheduler/core/test_speculation.py",),
+    ),
+    Mutant(
+        "reading-is-for-nothing",
+        "scheduler/core/speculation.py",
+        "if num_steps * saved_s < reading_s * len(decodes[row].token_ids):",
+        "if num_steps * saved_s < 0:",
+        ("tests/scheduler/core/test_speculation.py",),
+    ),
+    Mutant(
+        "availability-of-what-was-not-asked-for",
+        "scheduler/core/availability.py",
+        "for position in range(asked):",
+        "for position in range(len(self._asked)):",
+        ("tests/scheduler/core/test_availability.py",),
+    ),
+    Mutant(
+        "one-draft-worker-speaks-for-all",
+        "worker/draft_links.py",
+        "one.max_draft) - cost, latencies[one.link])",
+        "one.max_draft) - cost, latencies[missing[0].link])",
+        ("tests/worker/test_draft_links.py",),
+    ),
+    Mutant(
+        "latencies-of-tails-that-nobody-waited-for",
+        "worker/tails.py",
+        "if followed.awaited and tail.base",
+        "if tail.base",
+        ("tests/worker/test_tails.py",),
     ),
     Mutant(
         "rising-budget-opens-anew",

@@ -52,16 +52,27 @@ def test_nothing_else_would_be_better(
         assert found.gain == 1.0
 
 
-@given(SURVIVALS, CURVES, CURVES, st.floats(0.05, 1.0), st.integers(0, 8), st.integers(0, 12))
+SHARES = st.lists(st.floats(0.05, 1.0), min_size=1, max_size=4).map(lambda shares: sorted(shares, reverse=True))
+
+
+@given(SURVIVALS, CURVES, CURVES, SHARES, st.integers(0, 8), st.integers(0, 12))
 def test_bounds_are_kept_and_nothing_is_ever_lost(
-    survivals: list[list[float]], plain: Curve, drafting: Curve, availability: float, others: int, most: int
+    survivals: list[list[float]], plain: Curve, drafting: Curve, shares: list[float], others: int, most: int
 ) -> None:
-    found = choose(survivals, Load(len(survivals), others, most), plain, drafting, availability)
+    found = choose(survivals, Load(len(survivals), others, most), plain, drafting, shares)
     assert len(found.drafts) == len(survivals)
     assert all(0 <= k <= len(row) for k, row in zip(found.drafts, survivals, strict=True))
     assert sum(found.drafts) <= most
     assert found.gain >= 1.0
     assert bool(found) == any(found.drafts)
+    if found:
+        # What it says to gain is what comes of its own model: tokens that are there, by the time of those.
+        num_rows = len(survivals)
+        there = [(s, [*shares, *[shares[-1]] * 9][j]) for k, row in zip(found.drafts, survivals, strict=True)
+                 for j, s in enumerate(row[:k])]  # fmt: skip
+        tokens = num_rows + sum(s * share for s, share in there)
+        seconds = drafting.at(num_rows + others + sum(share for _, share in there))
+        assert found.gain == pytest.approx(tokens / seconds * plain.at(num_rows + others) / num_rows)
 
 
 @given(
@@ -124,7 +135,16 @@ def test_a_draft_worker_that_slows_the_target_has_to_pay_for_it() -> None:
     plain, row = linear(0.010, 0.0001), survival([0.5] * 2)
     assert choose([row], Load(1), plain, linear(0.016, 0.0001))
     assert not choose([row], Load(1), plain, linear(0.018, 0.0001))
-    assert not choose([row], Load(1), plain, linear(0.012, 0.0001), availability=0.2)
+    assert not choose([row], Load(1), plain, linear(0.012, 0.0001), availability=(0.2,))
+
+
+def test_tokens_that_seldom_come_in_time_are_not_asked_for() -> None:
+    row, curve = survival([0.9] * 4), linear(0.010, 0.0005)
+    assert choose([row], Load(1), curve, curve).drafts == [4]
+    # A step with drafts takes longer: what must bring that has to be there.
+    slower = linear(0.012, 0.0005)
+    assert choose([row], Load(1), curve, slower, (0.05,)).drafts == [0]
+    assert choose([row], Load(1), curve, slower, (1.0, 1.0, 0.05)).gain > 1.3
 
 
 def test_a_margin_is_asked_for() -> None:

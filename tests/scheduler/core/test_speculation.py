@@ -115,7 +115,7 @@ def test_rows_that_nobody_drafts_for_do_not_speak_for_the_others() -> None:
     mute = machine.rows[0]
     machine.comes_for = lambda sequence: sequence is not mute
     budgets = machine.run(400)[-40:]
-    assert machine.spec.availability > 0.9
+    assert machine.spec.availability.shares(1)[0] > 0.9
     # It is asked for a token at most, which costs nothing while none comes.
     assert max(drafts[0] for drafts in budgets) <= 1
     assert sum(drafts[1] for drafts in budgets) > 3 * len(budgets)
@@ -222,14 +222,14 @@ def test_a_draft_worker_that_never_answers_and_slows_the_target_is_left_alone() 
     machine.add(1)
     machine.run(150)
     assert machine.spec.phase is Phase.OFF
-    assert machine.spec.availability < 0.2
+    assert machine.spec.availability.shares(1)[0] < 0.2
 
 
 def test_waiting_for_the_first_draft_is_not_held_against_it() -> None:
     machine = Machine(comes=0.0)
     machine.add(1)
     machine.run(5 + speculation.GRACE_STEPS)
-    assert machine.spec.availability == 1.0
+    assert machine.spec.availability.shares(1)[0] == 1.0
 
 
 def test_the_target_became_faster_without_drafts() -> None:
@@ -242,6 +242,76 @@ def test_the_target_became_faster_without_drafts() -> None:
     machine.run(2 * speculation.LATEST_AGAIN)
     assert machine.spec.phase is not Phase.ON
     assert machine.rate(1000) > 0.95 * machine.expected_rate(0, 0.7)
+
+
+def long_row(number: int, prompt: int, left: int) -> Sequence:
+    sequence = sequence_of(number, number=number, prompt=prompt)
+    sequence.limit = len(sequence.token_ids) + left
+    return sequence
+
+
+@pytest.mark.parametrize(("prompt", "left", "begins"), [(32, 60, True), (4096, 60, False), (4096, 10**5, True)])
+def test_a_sequence_begins_to_draft_only_if_it_may_earn_back_that_it_must_be_read(
+    prompt: int, left: int, begins: bool
+) -> None:
+    machine = Machine(per_token=0.001, right=lambda _: 0.7)
+    machine.add(1)
+    machine.run(100)
+    assert machine.spec.phase is Phase.ON
+    machine.rows = [long_row(77, prompt, left)]
+    assert any(map(sum, machine.run(20))) == begins
+
+
+def test_one_that_drafts_already_has_been_read() -> None:
+    machine = Machine(per_token=0.001, right=lambda _: 0.7)
+    machine.rows = [long_row(1, 32, 10**5)]
+    machine.run(100)
+    (sequence,) = machine.rows
+    assert sequence.drafts is not None
+    sequence.token_ids += range(5000)
+    sequence.limit = len(sequence.token_ids) + 60
+    assert any(map(sum, machine.run(10)))
+
+
+def test_a_probe_asks_the_shortest_sequences_and_stays_with_them() -> None:
+    machine = Machine(per_token=0.003, right=lambda _: 0.0)
+    machine.add(6)
+    machine.run(1500)
+    rows = [long_row(100 + number, prompt, 10**6) for number, prompt in enumerate((900, 40, 300, 60, 500, 20))]
+    rows[5].limit = len(rows[5].token_ids) + 4  # too soon over
+    machine.rows = rows
+    probes = []
+    for _ in range(6000):
+        drafts = machine.step()
+        if any(drafts):
+            rows[1].token_ids += [7] * 100  # it is soon longer than another one
+            probes.append([row for row, k in enumerate(drafts) if k])
+        if len(probes) == speculation.PROBE_STEPS:
+            break
+    assert probes == [[1, 3]] * speculation.PROBE_STEPS
+
+
+def test_nothing_is_probed_where_not_even_a_copy_would_pay() -> None:
+    """Of a hundred rows a token more costs as much as nine tenths of one that is sure to come."""
+    machine = Machine(fixed=0.040, per_token=0.004, right=lambda _: 0.8, config=CoreConfig(draft_token_budget=500))
+    machine.spec.plain_times.begin_with((size, machine.duration(size, False)) for size in (1, 16, 64, 128, 256))
+    machine.add(100)
+    assert not any(map(sum, machine.run(3000)))
+    assert machine.spec.phase is Phase.OFF
+    del machine.rows[3:]
+    assert any(map(sum, machine.run(30)))
+
+
+def test_no_probe_begins_beside_a_prompt() -> None:
+    machine = Machine(per_token=0.003, right=lambda _: 0.0)
+    machine.add(6)
+    machine.run(1500)
+    for _ in range(6000):
+        if machine.spec.phase is Phase.PROBING:
+            machine.step()
+        assert not any(machine.spec.budgets(machine.rows, 100, CONFIG) or [])
+    assert machine.spec.phase is Phase.OFF
+    assert any(map(sum, machine.run(10)))
 
 
 def test_what_a_request_allows() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass
+from statistics import fmean
 
 import pytest
 
@@ -162,10 +163,10 @@ LOSING = [
 
 @pytest.mark.parametrize("regime", LOSING, ids=lambda regime: regime.name)
 def test_never_slower_for_long_where_drafts_do_not_pay_or_hardly(regime: Regime) -> None:
-    market = Market(regime)
-    assert market.gain(600) > 0.93
-    assert market.gain(2000) > 0.98
-    assert market.with_drafts > 8, "it looks now and then"
+    markets = [Market(regime, seed) for seed in (1, 2, 3)]
+    assert fmean(market.gain(600) for market in markets) > 0.95
+    assert fmean(market.gain(2000) for market in markets) > 0.98
+    assert all(market.with_drafts > 8 for market in markets), "it looks now and then"
 
 
 @pytest.mark.parametrize("rows", [1, 4])
