@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from cli.prepare import render, tables
-from cluster import config
+from cluster import config, probe
 from draft_worker.config import DraftWorkerConfig
 from gateway.config import GatewayConfig
 from scheduler.config import SchedulerConfig
@@ -69,7 +69,7 @@ def test_health_user_and_grace(name: str) -> None:
     test = service["healthcheck"]["test"]
     assert test[0] == "CMD"
     assert not any(" " in word for word in test)
-    assert seconds(service["healthcheck"]["timeout"]) > 3.0, "the probe's own time-out comes first"
+    assert seconds(service["healthcheck"]["timeout"]) >= 10 * probe.TIMEOUT_S, "a probe starts late on a busy host"
     assert "stop_grace_period" in service
 
 
