@@ -29,7 +29,10 @@ class Outgoing:
         next_message: Callable[[], Any | None],
         has_more: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`write` takes one message at a time. `next_message`: all that is to be said now, or None.
+        """`next_message`: all that is to be said now, or None.
+
+        `write` takes one message at a time and waits for its completion only: after any wait before that, it goes on
+        with the next pump.
 
         `has_more`: for messages that can't be merged, whether there is another one already.
         """
