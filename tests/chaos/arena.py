@@ -24,6 +24,10 @@ from tests.chaos.judgement import Result, blamed, judge, slow_to_rest
 from tests.chaos.lag import Lag, measuring
 from tests.chaos.loads import Ask, Load, fake_answer, make_loads
 
+LOOK_S = 5.0
+STUCK_S = 90.0
+"""without a token for anybody; more than any fault takes, that of a machine included"""
+
 
 class Arena:
     """A cluster to run cells in, what every answer must be, and what the cluster holds at rest."""
@@ -91,7 +95,9 @@ class _Crowd:
         self._arena = arena
         self._cluster = arena.cluster
         self._gateways = Gateways(arena.cluster.gateways())
+        self._longest = max(ask.max_tokens for ask in load.asks)
         self._enough = False
+        self._heard = time.monotonic()
         self._armed: list[tuple[int, Callable[[], None]]] = []
         self._clients = [asyncio.create_task(self._ask(number, ask)) for number, ask in enumerate(load.asks)]
 
@@ -111,18 +117,23 @@ class _Crowd:
     async def _strike(self, strike: Strike, name: str, result: Result) -> None:
         cluster = self._cluster
         before = await faults.look_before(cluster, name)
-        await self._at(strike.index, lambda: faults.apply(cluster, strike.fault, name))
+        index = self._reachable(strike.index, slow=strike.fault == "slow")
+        await self._at(index, lambda: faults.apply(cluster, strike.fault, name))
         struck = Struck(strike, name, time.monotonic(), before=before)
         result.struck.append(struck)
         try:
             if strike.fault == "slow":
-                await self._at(strike.index + faults.SLOW_TOKENS, lambda: None)
+                await self._at(index + faults.SLOW_TOKENS, lambda: None)
             await self._unless_a_client_fails(faults.noticed(cluster, struck))
         finally:
             faults.lift(cluster, strike.fault, name)
         struck.lifted_at = time.monotonic()
         await self._unless_a_client_fails(cluster.settled())
         struck.settled_s = time.monotonic() - struck.at
+
+    def _reachable(self, index: int, slow: bool) -> int:
+        """An index that a stream comes to hold, with what it gets while slowed."""
+        return max(1, min(index, self._longest - 2 - faults.SLOW_TOKENS * slow))
 
     async def _at(self, index: int, action: Callable[[], None]) -> None:
         """Act when a stream comes to hold `index` tokens; return then."""
@@ -137,14 +148,28 @@ class _Crowd:
 
     async def _unless_a_client_fails(self, work: Awaitable[object]) -> None:
         working = asyncio.ensure_future(work)
+        self._heard = time.monotonic()
         try:
-            await asyncio.wait([working, *self._clients], return_when=asyncio.FIRST_COMPLETED)
-            for client in self._clients:
-                if client.done():
-                    client.result()
+            while not working.done():
+                await asyncio.wait([working, *self._clients], return_when=asyncio.FIRST_COMPLETED, timeout=LOOK_S)
+                for client in self._clients:
+                    if client.done():
+                        client.result()
+                if time.monotonic() - self._heard > STUCK_S:
+                    raise AssertionError(f"nobody got anything for {STUCK_S:.0f} s: {await self._account()}")
             await working
         finally:
             working.cancel()
+
+    async def _account(self) -> str:
+        """Where everything stands, as the leader sees it, for whoever has to find out why."""
+        leader, status = await self._cluster.leader()
+        if status is None:
+            return "nobody leads"
+        workers = [f"{one.worker_id}: {one.running} running, {one.steps_in_flight} steps in flight, {one.steps} steps"
+                   for one in status.workers]  # fmt: skip
+        gateways = [f"{one.gateway_id}: {one.live_requests} live" for one in status.gateway_sessions]
+        return f"{leader} leads, {status.waiting} waiting; {'; '.join(workers + gateways)}"
 
     async def _ask(self, number: int, ask: Ask) -> list[Record]:
         records: list[Record] = []
@@ -157,6 +182,7 @@ class _Crowd:
                     self._armed.remove(armed)
                     armed[1]()
                 seen = count
+                self._heard = time.monotonic()
 
             records.append(await run(self._gateways, number + len(records), ask, watch))
         return records

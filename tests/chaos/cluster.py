@@ -54,6 +54,8 @@ class Options:
     step_ms: float = 4.0
     token_us: float = 20.0
     num_blocks: int = 1024
+    kv_mib: float = 0.0
+    """that they take"""
     extra: dict[str, dict[str, str]] = field(default_factory=dict)
     """further flags by service"""
 
