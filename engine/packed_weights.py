@@ -21,6 +21,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import mmap
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
@@ -41,6 +42,9 @@ LIMIT_BYTES = 64 << 30
 WORTH_MAPPING = 32 << 20
 """Bytes: smaller models are packed anew, which takes no time."""
 _ALIGNMENT = 64
+_BIG_PAGE = 2 << 20
+"""Bytes. The file is written in whole ones: a system whose file cache can hold such pages then does, and maps them as
+they are. A product reads its weights in one stream, which small pages interrupt."""
 _FORMAT = 2
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.bfloat16, torch.uint8)}
 
@@ -71,7 +75,7 @@ def mapped_weights(
 def _write(folder: Path, weights: Iterable[tuple[str, Weight]]) -> None:
     index: dict[str, Any] = {}
     path = folder / "weights.bin"
-    with path.open("wb") as file:
+    with path.open("wb", buffering=_BIG_PAGE) as file:
         for name, weight in weights:
             if isinstance(weight, PackedLinear):
                 index[name] = {
@@ -96,7 +100,11 @@ def _digest(path: Path) -> str:
 def _append(file: BinaryIO, tensor: torch.Tensor) -> dict[str, Any]:
     file.write(b"\0" * (-file.tell() % _ALIGNMENT))
     offset = file.tell()
-    file.write(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+    left = tensor.contiguous().flatten().view(torch.uint8).numpy().data
+    while left:
+        room = _BIG_PAGE - file.tell() % _BIG_PAGE
+        file.write(left[:room])
+        left = left[room:]
     return {"offset": offset, "shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
 
 
@@ -110,11 +118,19 @@ def _read(folder: Path) -> dict[str, Weight]:
             raise OSError(f"{path} was cut short")
         if found.st_mtime_ns != index["written_ns"] and _digest(path) != index["sha256"]:
             raise OSError(f"{path} was altered")
-        mapping = torch.from_file(str(path), shared=False, size=index["size"], dtype=torch.uint8)
+        mapping = _mapped(path, index["size"])
         return {name: _weight(mapping, entry) for name, entry in index["weights"].items()}
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
         shutil.rmtree(folder, ignore_errors=True)
         raise OSError(f"{folder} is damaged: {error!r}") from error
+
+
+def _mapped(path: Path, size: int) -> torch.Tensor:
+    with path.open("rb") as file:
+        mapping = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)  # torch wants what it could write to
+    with contextlib.suppress(OSError, AttributeError):  # where a system has no such advice, small pages do
+        mapping.madvise(mmap.MADV_HUGEPAGE)  # for what isn't in memory yet and is read from the disk
+    return torch.frombuffer(mapping, dtype=torch.uint8)
 
 
 def _weight(mapping: torch.Tensor, entry: dict[str, Any]) -> Weight:

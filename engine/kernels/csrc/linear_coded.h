@@ -81,14 +81,24 @@ inline Pairs second_pairs(Bytes low, Bytes high) { return _mm256_unpackhi_epi8(l
 inline void store_pairs(bf16* to, Pairs pairs) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), pairs); }
 #endif
 
-// The hardware runs ahead of a stream up to the end of a page, and begins anew in the next: it is shown a page ahead where
-// that begins. Asking for every line would take the places of those that it has under way.
-inline void fetch_next_page(const uint8_t* pair) {
-  constexpr uintptr_t kPage = 4096;
-  const auto here = reinterpret_cast<uintptr_t>(pair);
-  if (here % kPage >= kPairBytes) return;
-  const char* next = reinterpret_cast<const char*>(here - here % kPage + kPage);
-  for (int line = 0; line < kPairBytes / kLineBytes; line++) _mm_prefetch(next + line * kLineBytes, _MM_HINT_T1);
+// What is asked for beyond a pair. The hardware runs ahead of a stream by itself up to the end of a page, and begins anew in
+// the next. With few rows the processor's own window reaches over several pairs, and each line that is asked for takes the
+// place of one under way: only a page's beginning is, a page ahead. With many rows a pair is long, the window sees little
+// beyond it, and every line is worth asking for.
+constexpr int kLongPassRows = 6;
+constexpr uintptr_t kAheadBytes = 4096;  // a page, and what arrives while so much is multiplied
+
+template <int kRows>
+[[gnu::always_inline]] inline void fetch_ahead(const uint8_t* pair) {
+  const char* ahead = reinterpret_cast<const char*>(pair) + kAheadBytes;
+  const uintptr_t in_page = reinterpret_cast<uintptr_t>(pair) % kAheadBytes;
+  if constexpr (kRows >= kLongPassRows) {
+    for (int line = 0; line < kPairBytes / kLineBytes; line++) _mm_prefetch(ahead + line * kLineBytes, _MM_HINT_T0);
+  } else if (in_page < kPairBytes) {
+    for (int line = 0; line < kPairBytes / kLineBytes; line++) {
+      _mm_prefetch(ahead - in_page + line * kLineBytes, _MM_HINT_T1);
+    }
+  }
 }
 
 // Two steps of a part's two vectors of columns.
@@ -172,7 +182,7 @@ void multiply_parts(const bf16* x, int64_t stride, const CodedTile& tile, int64_
     const int64_t next = exception != tile.end() ? exception->place / kPairElements : num_pairs;
     const int64_t plain_end = std::min(num_whole, next);
     for (; pair < plain_end; pair++) {
-      fetch_next_page(tile.pair(pair));
+      fetch_ahead<kRows>(tile.pair(pair));
 #pragma GCC unroll 2
       for (int part = 0; part < kTogether; part++) {
         const Decoded decoded = decode(tile.pair(pair), first + part, table);
