@@ -101,8 +101,8 @@ def has_hit(struck: Struck, records: list[Record]) -> bool:
         return False
     if fault == "slow" or target in ("redis", "draft") or (target == "gateway" and fault == "term"):
         return True
-    if target == "leader redis":
-        # It serves on until its lease is over and another one leads: streams that have begun by then are moved.
+    if target == "leader redis" or (fault, target) == ("term", "leader"):
+        # It serves on until its lease is over, or the standby has taken it: streams that have begun by then are moved.
         return any(record.resumptions for record in records if record.ended > struck.at)
     if any(record.resumptions for record in live):
         return True

@@ -5,9 +5,11 @@ from __future__ import annotations
 from crash_mutants import CRASHES
 from distill_mutants import DISTILL
 from kernel_mutants import KERNELS
+from leadership_mutants import LEADERSHIP
 from mutant import Mutant
 from proposer_mutants import PROPOSERS
 from speculation_mutants import SPECULATION
+from stream_mutants import STREAMS
 
 CORE = ("tests/scheduler",)
 WORKER = ("tests/worker",)
@@ -344,72 +346,11 @@ MUTANTS: tuple[Mutant, ...] = (
         "max(stored + 1, now_ms, highest_seen)",
         ("tests/cluster/test_state_contract.py",),
     ),
-    Mutant(
-        "standby-welcomes",
-        "scheduler/servicer.py",
-        "            self._leadership.require()\n        except errors.TandemError as error:",
-        "            pass\n        except errors.TandemError as error:",
-        ("tests/scheduler/test_leadership.py",),
-    ),
-    Mutant(
-        "late-news-are-never-sent",
-        "cluster/outgoing.py",
-        "            if self._steps is not None:\n                self._resume_later()\n",
-        "            if self._steps is not None:\n                pass\n",
-        ("tests/cluster/test_outgoing.py",),
-    ),
-    Mutant(
-        "a-streams-error-keeps-its-call",
-        "cluster/outgoing.py",
-        "            del error  #",
-        "            pass  #",
-        ("tests/cluster/test_outgoing.py",),
-    ),
-    Mutant(
-        "gaps-on-a-bound-count-as-above",
-        "gateway/metrics.py",
-        "from bisect import bisect_left\n",
-        "from bisect import bisect as bisect_left\n",
-        ("tests/gateway/test_metrics.py",),
-    ),
-    Mutant(
-        "stale-leader-does-not-look",
-        "scheduler/leadership.py",
-        "            await self._ask()\n\n    async def watch",
-        "            self._wake.set()\n\n    async def watch",
-        ("tests/scheduler/test_leadership.py",),
-    ),
-    Mutant(
-        "standby-faster-than-a-returning-leader",
-        "scheduler/leadership.py",
-        "elif held is None and asyncio.get_running_loop().time() < self._patient_until:",
-        "elif False:",
-        ("tests/scheduler/test_leadership.py",),
-    ),
-    Mutant(
-        "old-leader-is-stayed-with",
-        "cluster/leaders.py",
-        "while (best := self.leader) is None or best[1] <= term:",
-        "while (best := self.leader) is None or best[1] <= term + 10**6:",
-        ("tests/cluster/test_leaders.py",),
-    ),
-    Mutant(
-        "popular-prefix-buries-its-cell",
-        "gateway/routing.py",
-        "if cell.live < max(MIN_BOUND,",
-        "if True or cell.live < max(MIN_BOUND,",
-        ("tests/gateway/test_routing.py",),
-    ),
-    Mutant(
-        "lost-cell-keeps-its-load",
-        "gateway/cells.py",
-        "                self._live[name] -= 1\n                self._table.renew(request)",
-        "                self._table.renew(request)",
-        ("tests/gateway/test_cells.py",),
-    ),
     *CRASHES,
     *DISTILL,
     *KERNELS,
+    *LEADERSHIP,
     *PROPOSERS,
     *SPECULATION,
+    *STREAMS,
 )
