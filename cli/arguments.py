@@ -38,6 +38,16 @@ def add_target(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--timeout-s", type=positive(float), metavar="S", help="give up after so many seconds")
 
 
+def add_scheduler(parser: argparse.ArgumentParser) -> None:
+    """--scheduler."""
+    parser.add_argument(
+        "--scheduler",
+        default=os.environ.get("TANDEM_SCHEDULER", DEFAULT_SCHEDULER),
+        metavar="HOST:PORT",
+        help=f"default $TANDEM_SCHEDULER or {DEFAULT_SCHEDULER}",
+    )
+
+
 def served_name(text: str) -> str:
     """A type of flags: a name that gateways can be given as NAME=FOLDER."""
     if not text or "=" in text:

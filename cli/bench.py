@@ -88,6 +88,7 @@ async def _bench(args: argparse.Namespace) -> int:
     from cluster.channel import connect
 
     console = Console(stderr=True, highlight=False)
+    result = Console(stderr=str(args.json) == "-", highlight=False)
     async with session.client(args) as client:
         model = _model(await client.models(), args.model)
     workloads = [_workload(args, model, index) for index in range(len(args.concurrency))]
@@ -105,9 +106,9 @@ async def _bench(args: argparse.Namespace) -> int:
             cpu_start_s = time.process_time()
             records = await _with_bar(console, "requests", workload, stubs)
             reports.append(summarise(workload, records, time.process_time() - cpu_start_s))
-            show(console, reports[-1])
+            show(result, reports[-1])
     if len(reports) > 1:
-        show_medians(console, reports)
+        show_medians(result, reports)
     if args.json is not None:
         forms = [report.as_json() for report in reports]
         text = json.dumps(forms if len(forms) > 1 else forms[0], indent=1) + "\n"

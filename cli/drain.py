@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from cli.arguments import DEFAULT_SCHEDULER, Subparsers, add_command
+from cli.arguments import Subparsers, add_command, add_scheduler
 
 _EXAMPLES = """\
 examples:
@@ -26,7 +26,7 @@ def add_parser(commands: Subparsers) -> None:
         metavar="NAME",
         help="a worker, draft worker or gateway, or `scheduler` (default: the whole cell)",
     )
-    parser.add_argument("--scheduler", default=DEFAULT_SCHEDULER, metavar="HOST:PORT", help="default %(default)s")
+    add_scheduler(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from cli.arguments import DEFAULT_SCHEDULER, Subparsers, add_command, not_negative
+from cli.arguments import Subparsers, add_command, add_scheduler, not_negative
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -31,7 +31,7 @@ MAX_SIZES_SHOWN = 8
 def add_parser(commands: Subparsers) -> None:
     """Declare the command."""
     parser = add_command(commands, "status", run, "show workers, rows, blocks, tokens per second", _EXAMPLES)
-    parser.add_argument("--scheduler", default=DEFAULT_SCHEDULER, metavar="HOST:PORT", help="default %(default)s")
+    add_scheduler(parser)
     parser.add_argument(
         "--interval", type=not_negative(float), default=1.0, metavar="S", help="seconds between looks (default 1)"
     )

@@ -273,7 +273,8 @@ async def abort(context: RpcContext, error: BaseException) -> NoReturn:
     """End the RPC with the error's status; never returns. An unknown exception is logged with its traceback first.
 
     A cancelled handler must end by CancelledError, or the client could hang: that one is raised again, not converted.
-    So is gRPC's own failure of a write, which says that the client has gone in the middle of it: nobody can be told.
+    gRPC's own failure of a write or of telling the status says that the client has gone meanwhile (its deadline passed,
+    for instance): nobody can be told, and the handler ends in the same way.
     """
     if isinstance(error, asyncio.CancelledError):
         raise error
@@ -289,7 +290,10 @@ async def abort(context: RpcContext, error: BaseException) -> NoReturn:
     if isinstance(told, _RetryableError):
         # gRPC clients with a retry policy wait this long before they try again.
         trailers.append((PUSHBACK_KEY, str(round(told.retry_after_s * 1000))))
-    await context.abort_with_status(_RpcStatus(told.code, told.message, tuple(trailers)))
+    try:
+        await context.abort_with_status(_RpcStatus(told.code, told.message, tuple(trailers)))
+    except grpc.aio.InternalError as gone:
+        raise asyncio.CancelledError("the client has gone") from gone
     raise AssertionError("abort_with_status returned")
 
 

@@ -19,6 +19,9 @@ from cluster.errors import AlreadyExists, TandemError
 from gateway.admission import Sampling
 from gateway.streams import ChoiceStream, Delta, IndexGap, OutputNews
 
+MESSAGE_ENTRIES = 16_384
+"""Token ids and (log-)probabilities in a message to a client; below the 4 MiB that clients take unless told otherwise,
+however much has been waiting for a slow one."""
 # A healthy scheduler never leaves a gap; one that keeps doing so won't get better.
 MAX_GAPS = 3
 
@@ -85,6 +88,11 @@ class LiveRequest:
         self._num_gaps = 0
         self._crashes: dict[int, int] = {}
         self._prompt_logprobs_taken = False
+        self.held_back = False
+        """whether the last `take` left tokens for the next one"""
+        alternatives = spec.sampling.top_logprobs
+        per_token = 1 if alternatives is None else 2 + alternatives
+        self._most_tokens = max(1, MESSAGE_ENTRIES // (per_token * max(1, len(self.choices))))
 
     @property
     def finished(self) -> bool:
@@ -168,11 +176,20 @@ class LiveRequest:
         """Whether resubmitting has not helped against gaps."""
         return self._num_gaps > MAX_GAPS
 
-    def take(self) -> list[Delta]:
-        """The pending deltas of all choices; none while the first message must still wait for the prompt's."""
+    def take(self, bounded: bool = True) -> list[Delta]:
+        """The pending deltas of all choices; none while the first message must still wait for the prompt's.
+
+        `bounded`: as much as goes into a message; `held_back` says whether there is more.
+        """
         if self.wants_prompt_logprobs and not self.finished:
             return []
-        return [delta for choice in self.choices if (delta := choice.take()) is not None]
+        most = self._most_tokens if bounded else None
+        deltas = [delta for choice in self.choices if (delta := choice.take(most)) is not None]
+        self.held_back = False
+        for delta in deltas:
+            if len(delta.token_ids) == most and self.choices[delta.index].has_pending:
+                self.held_back = True
+        return deltas
 
     def take_prompt_logprobs(self) -> list[Any]:
         """The prompt's log-probabilities, once."""

@@ -77,11 +77,14 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     ) -> None:
         """Tokens as they come. Headers go out with the first message, so that until then a client may retry.
 
-        While a client is slow in taking a message, what comes for it merges into the next one.
+        While a client is slow in taking a message, what comes for it merges into the next ones, each of which stays
+        below what clients take unless told otherwise.
         """
         try:
             async with _Live(self, request, context) as live:
-                outgoing = Outgoing(context.write, lambda: _next_message(live, outgoing))
+                outgoing = Outgoing(
+                    context.write, lambda: _next_message(live, outgoing), has_more=lambda: live.held_back
+                )
                 live.on_news = outgoing.pump
                 outgoing.pump()
                 try:
@@ -108,7 +111,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     changed.clear()
                 if live.error is not None:
                     raise live.error
-                for delta in live.take():
+                for delta in live.take(bounded=False):
                     choices[delta.index].append(delta)
                 spec = live.spec
                 return convert.response(
@@ -272,9 +275,9 @@ class _Live:
 
 
 def _next_message(live: LiveRequest, outgoing: Outgoing) -> generation_pb2.GenerateStreamResponse | None:
-    """Everything that the client hasn't been told; after the last of it the stream ends."""
+    """What the client hasn't been told, as far as it goes into a message; after the last of it the stream ends."""
     deltas = live.take()
-    last = live.finished
+    last = live.finished and not live.held_back
     if last:
         outgoing.end()
     if not deltas:

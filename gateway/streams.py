@@ -3,12 +3,13 @@
     scheduler ──OutputNews──▶ accept() ──▶ detokenizer ──▶ stop matcher ──▶ pending ──take()──▶ client
 
 Tokens carry their output index and are taken in order, each once: what is already known is dropped, a gap is refused.
-Whatever a slow client has not taken waits as one merged delta, so a stream never holds more than its own output.
+Whatever a slow client has not taken waits and is merged, so a stream never holds more than its own output.
 """
 
 from __future__ import annotations
 
 import enum
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -108,6 +109,8 @@ class ChoiceStream:
         self._prompt_text = prompt_text
         self._num_taken = 0
         self._text: list[str] = []
+        self._text_at: list[int] = []
+        """tokens there were when each of these came"""
         self._logprobs: list[Any] = []
         self._finish_taken = False
         # Counters that arrive cumulative since the latest submit, and their sums over earlier submits.
@@ -161,6 +164,7 @@ class ChoiceStream:
                 break
         self._num_taken = len(self.tokens)
         self._text.clear()
+        self._text_at.clear()
         if self.tokens:
             self._prompt_text = ""
 
@@ -174,19 +178,23 @@ class ChoiceStream:
         armed = len(self.tokens) >= self._stop.min_tokens
         shown, match = self._matcher.feed(text, armed)
         if shown:
-            self._text.append(shown)
+            self._show(shown)
         if match is not None:
             self.finish = Finish(FinishReason.STOP, stop_string=match.string)
+
+    def _show(self, text: str) -> None:
+        self._text.append(text)
+        self._text_at.append(len(self.tokens))
 
     def _end(self, reason: FinishReason, stop_token_id: int | None) -> None:
         """The last token has come; text that was held back is text after all."""
         self._feed(self._detokenizer.finish())
         if self.finish is not None:
             return
-        self._text.append(self._matcher.flush())
+        self._show(self._matcher.flush())
         special = None if stop_token_id is None else self._stop.special_strings.get(stop_token_id)
         if stop_token_id is not None and self._stop.include and stop_token_id in self._stop.shown_token_ids:
-            self._text.append(self._detokenizer.feed(stop_token_id) or self._token_text(stop_token_id))
+            self._show(self._detokenizer.feed(stop_token_id) or self._token_text(stop_token_id))
         if special is not None:
             self.finish = Finish(reason, stop_string=special)
         else:
@@ -194,17 +202,24 @@ class ChoiceStream:
 
     # ------------------------------------------------------------------------------------------------- send
 
-    def take(self) -> Delta | None:
-        """What has become known since the last take, as one delta; None if nothing has."""
-        text = "".join(self._text)
-        first = self._num_taken
-        finish = None if self._finish_taken else self.finish
-        if not text and first == len(self.tokens) and finish is None:
+    def take(self, most: int | None = None) -> Delta | None:
+        """What has become known since the last take, as one delta, of `most` tokens at most; None if nothing has.
+
+        Text comes with the token that completed it: who goes on from a delta's tokens elsewhere has all of their text.
+        """
+        first, known = self._num_taken, len(self.tokens)
+        end = known if most is None else min(known, first + most)
+        num_texts = len(self._text) if end == known else bisect_right(self._text_at, end)
+        text = "".join(self._text[:num_texts])
+        finish = self.finish if end == known and not self._finish_taken else None
+        if not text and first == end and finish is None:
             return None
-        delta = Delta(self.index, text, first, self.tokens[first:], self._logprobs, finish, self._prompt_text)
-        self._num_taken = len(self.tokens)
-        self._finish_taken = finish is not None
-        self._text, self._logprobs, self._prompt_text = [], [], ""
+        logprobs, self._logprobs = self._logprobs[: end - first], self._logprobs[end - first :]
+        delta = Delta(self.index, text, first, self.tokens[first:end], logprobs, finish, self._prompt_text)
+        self._num_taken = end
+        self._finish_taken = self._finish_taken or finish is not None
+        del self._text[:num_texts], self._text_at[:num_texts]
+        self._prompt_text = ""
         return delta
 
     @property

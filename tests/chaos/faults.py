@@ -62,19 +62,21 @@ async def name_of(cluster: Cluster, target: str, index: int = 0) -> str:
 
 
 async def busy_name_of(cluster: Cluster, target: str, index: int) -> str:
-    """The same, but another worker where nothing runs on that one: who has a prompt in its cache gets it again."""
+    """The same, but the busiest worker where that one has little: who has a prompt in its cache gets it again."""
     name = await name_of(cluster, target, index)
     if name not in WORKERS:
         return name
     async with asyncio.timeout(PATIENCE_S):
-        while not (busy := await _busy_workers(cluster)):  # noqa: ASYNC110
+        while not (running := await _running(cluster)):  # noqa: ASYNC110
             await asyncio.sleep(POLL_S)
-    return name if name in busy else busy[0]
+    busiest = max(running, key=running.__getitem__)
+    return name if 2 * running.get(name, 0) >= running[busiest] else busiest
 
 
-async def _busy_workers(cluster: Cluster) -> list[str]:
+async def _running(cluster: Cluster) -> dict[str, int]:
+    """Sequences of each worker that has any."""
     _, status = await cluster.leader()
-    return [] if status is None else [worker.worker_id for worker in status.workers if worker.running]
+    return {} if status is None else {worker.worker_id: worker.running for worker in status.workers if worker.running}
 
 
 async def look_before(cluster: Cluster, name: str) -> dict[str, Any]:

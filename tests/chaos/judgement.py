@@ -28,6 +28,8 @@ class Result:
     tables_compared: int = 0
     losses: list[str] = field(default_factory=list)
     """what should not have been; empty: the cell holds"""
+    missed: list[str] = field(default_factory=list)
+    """faults that met no stream: where every cell is to prove something, losses too"""
     seconds: float = 0.0
 
     def pauses_s(self, struck: Struck) -> list[float]:
@@ -51,7 +53,7 @@ def judge(result: Result, expected: dict[Ask, Answer], lag: Lag, restarts: Itera
         result.losses += unexcused(record, result.struck)
     for struck in result.struck:
         if not has_hit(struck, result.records):
-            result.losses.append(f"{struck.strike} ({struck.name}) hit nobody")
+            result.missed.append(f"{struck.strike} ({struck.name}) hit nobody")
 
 
 def hangs(record: Record, at_once: int, lag: Lag, restarts: Iterable[tuple[float, float]]) -> list[str]:

@@ -32,6 +32,8 @@ class Verdict:
     """Everything that was injected and compared, and what was lost."""
 
     what: str
+    may_miss: bool = False
+    """random faults need not meet a stream; how many did not is said"""
     commit: str = field(default_factory=commit)
     began: float = field(default_factory=time.time)
     cells: int = 0
@@ -39,6 +41,7 @@ class Verdict:
     streams: int = 0
     tokens: int = 0
     tables: int = 0
+    missed: int = 0
     losses: list[str] = field(default_factory=list)
     pauses_s: dict[tuple[str, str], list[float]] = field(default_factory=lambda: defaultdict(list))
     """(target, fault) → the longest wait of each live stream"""
@@ -51,7 +54,8 @@ class Verdict:
         self.streams += len(result.records)
         self.tokens += result.tokens_compared
         self.tables += result.tables_compared
-        self.losses += [f"{result.cell}: {loss}" for loss in result.losses]
+        self.missed += len(result.missed)
+        self.losses += [f"{result.cell}: {loss}" for loss in result.losses + ([] if self.may_miss else result.missed)]
         for struck in result.struck:
             key = (struck.strike.target, struck.strike.fault)
             self.pauses_s[key] += result.pauses_s(struck)
@@ -62,7 +66,8 @@ class Verdict:
         day = time.strftime("%Y-%m-%d", time.gmtime(self.began))
         minutes = (time.time() - self.began) / 60
         return (
-            f"{day} {self.commit} {self.what}: {self.cells} cells, {self.faults} faults, {self.streams} streams, "
+            f"{day} {self.commit} {self.what}: {self.cells} cells, {self.faults} faults"
+            f"{f' ({self.missed} hit nobody)' if self.missed else ''}, {self.streams} streams, "
             f"{self.tokens} tokens and {self.tables} block tables compared, {len(self.losses)} losses, "
             f"{minutes:.0f} min: {'FAILED' if self.losses else 'holds'}"
         )

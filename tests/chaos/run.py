@@ -138,15 +138,18 @@ def _grown(arena: Arena, memory: dict[tuple[str, int], float]) -> list[str]:
 
 
 def _show(result: Result) -> None:
+    verdict = "LOST" if result.losses else "missed" if result.missed else "holds"
     for struck in result.struck:
         waits = " ".join(f"{one:.2f}" for one in result.pauses_s(struck))
         print(
-            f"{'LOST' if result.losses else 'holds'} {result.cell.load}: {struck.strike} ({struck.name}): "
+            f"{verdict} {result.cell.load}: {struck.strike} ({struck.name}): "
             f"noticed {struck.noticed_s:.1f} s, settled {struck.settled_s:.1f} s, pauses {waits}",
             flush=True,
         )
     for loss in result.losses:
         print(f"  LOSS {loss}", flush=True)
+    for missed in result.missed:
+        print(f"  MISSED {missed}", flush=True)
 
 
 def _show_logs(arena: Arena) -> None:
@@ -167,7 +170,8 @@ def _plan(what: str, real: bool, args: argparse.Namespace) -> tuple[Verdict, Ite
     model = "SmolLM2-135M" if real else "fake engine"
     if what == "soak":
         until = time.monotonic() + 60 * args.minutes
-        return Verdict(f"soak of {args.minutes:g} min, seed {args.seed}, {model}"), random_cells(args.seed, until)
+        what = f"soak of {args.minutes:g} min, seed {args.seed}, {model}"
+        return Verdict(what, may_miss=True), random_cells(args.seed, until)
     if what == "recovery":
         return Verdict(f"recovery, {model}"), recovery_cells(args.times)
     if real or args.pairwise:

@@ -45,6 +45,6 @@ async def test_the_matrix_is_whole() -> None:
 @pytest.mark.parametrize("cell", [*pairwise_cells(), cut_off_from_redis("plain")], ids=str)
 async def test_no_stream_is_lost(arena: Arena, cell: Cell) -> None:
     result = await arena.run(cell)
-    assert not result.losses
+    assert not result.losses + result.missed
     assert len(result.struck) == len(cell.strikes)
     assert result.tables_compared, "block tables were compared while streams ran"

@@ -49,7 +49,7 @@ def struck(fault: str, target: str, name: str, at: float = 5.0) -> Struck:
 def losses(records: list[Record], strikes: list[Struck], wanted: Answer) -> list[str]:
     result = Result(Cell("plain", ()), strikes, records)
     judge(result, {ASK: wanted}, Lag(), ())
-    return result.losses
+    return result.losses + result.missed
 
 
 def test_a_gap_and_a_repeated_token_are_refused() -> None:
@@ -149,6 +149,15 @@ def test_the_verdict_is_one_line() -> None:
     verdict.losses.append("a token")
     assert verdict.line().endswith("1 losses, 0 min: FAILED")
     assert "\n" not in verdict.line()
+
+
+def test_only_random_faults_may_miss() -> None:
+    result = Result(Cell("plain", ()), [], [], missed=["a kill hit nobody"])
+    for may_miss in (False, True):
+        verdict = Verdict("soak", may_miss=may_miss, commit="abc")
+        verdict.add(result)
+        assert "0 faults (1 hit nobody), 0 streams" in verdict.line()
+        assert verdict.line().endswith("holds") == may_miss
 
 
 def test_only_killed_workers_are_crashes() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import NoReturn
 
 import grpc
 import pytest
@@ -232,6 +233,20 @@ async def test_the_error_of_another_service_is_passed_on() -> None:
 async def test_cancellation_is_never_converted() -> None:
     with pytest.raises(asyncio.CancelledError):
         await errors.abort(None, asyncio.CancelledError())  # type: ignore[arg-type]
+
+
+async def test_a_status_that_comes_too_late_for_its_client_is_no_error_of_ours() -> None:
+    """A client's deadline passes here and there at the same moment."""
+
+    class Over:
+        def trailing_metadata(self) -> None:
+            return None
+
+        async def abort_with_status(self, status: grpc.Status) -> NoReturn:
+            raise grpc.aio.InternalError("Failed grpc_call_start_batch: the call is over")
+
+    with pytest.raises(asyncio.CancelledError):
+        await errors.abort(Over(), errors.DeadlineExceeded("the client's deadline passed"))
 
 
 class _Flood(grpc.GenericRpcHandler):

@@ -82,7 +82,7 @@ class Bench:
 
     def request(self, first: int = 1) -> LiveRequest:
         self._count += 1
-        sampling: Any = None
+        sampling: Any = SimpleNamespace(top_logprobs=None)
         spec = RequestSpec(f"r{self._count}", "m", [first, 2, 3], sampling, 7, 0, "c", "", 0, None, None)
         choice: Any = SimpleNamespace(finish=None, new_submit=lambda resumed: None)
         live = LiveRequest(spec, [choice], 0.0)

@@ -190,6 +190,29 @@ async def test_a_slow_client_holds_up_nobody_and_gets_everything_merged(cell: Ce
         assert len(messages) < 200
 
 
+async def test_what_waits_for_a_slow_client_comes_in_messages_that_clients_take(
+    cell: Cell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plain client takes 4 MiB at once; how slowly it reads must not cost it its stream."""
+    monkeypatch.setattr("gateway.requests.MESSAGE_ENTRIES", 60)  # ten tokens with four alternatives each
+    scheduler = await cell.scheduler.connection()
+    options = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
+    async with grpc.aio.insecure_channel(cell.address, options=options) as channel:
+        output = {"logprobs": True, "top_logprobs": 4}
+        slow = type(cell.stub)(channel).GenerateStream(ask("slow", stop={"max_tokens": 250}, output=output))
+        submit = await scheduler.submit()
+        big = [types_pb2.PositionLogprobs(top=[types_pb2.TokenLogprob(token_id=1, logprob=-1.0, rank=1)] * 200)]
+        for index in range(200):
+            scheduler.emit(submit, [97 + index % 26], index, logprobs=big)
+        scheduler.emit(submit, b"!", 200, finish_reason=LENGTH)
+        messages = await collect(slow)
+    deltas = [delta for message in messages for delta in message.deltas]
+    assert joined(messages)[0] == "".join(chr(97 + index % 26) for index in range(200)) + "!"
+    assert max(len(delta.token_ids) for delta in deltas) == 10, "more than that had waited"
+    assert [bool(delta.finish_reason) for delta in deltas] == [False] * (len(deltas) - 1) + [True]
+    assert [message.HasField("usage") for message in messages] == [False] * (len(messages) - 1) + [True]
+
+
 async def test_too_many_requests_are_refused(cell_with: Callable[..., Any]) -> None:
     cell = await cell_with(max_concurrent_requests=1)
     scheduler = await cell.scheduler.connection()

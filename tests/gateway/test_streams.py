@@ -101,6 +101,28 @@ def test_batches_make_no_difference(
 
 
 @settings(max_examples=300, deadline=None)
+@given(outputs, stop_rules, st.integers(1, 5))
+def test_what_has_waited_comes_in_parts_that_each_have_the_text_of_their_tokens(
+    byte_text: ModelText, ids: list[int], rules: StopRules, most: int
+) -> None:
+    """Who goes on elsewhere from a part's tokens is told no text twice, and misses none."""
+    singly = play(choice(byte_text, rules), ids, 0, list(range(1, len(ids))), take_each=True)
+    waiting = choice(byte_text, rules)
+    stopped = ids[-1] == EOS
+    waiting.accept(news(ids, 0, FinishReason.STOP if stopped else FinishReason.LENGTH, EOS if stopped else None))
+    parts: list[Delta] = []
+    while waiting.has_pending:
+        part = waiting.take(most)
+        assert part is not None
+        assert len(part.token_ids) == len(part.logprobs) <= most
+        parts.append(part)
+        end = part.first_token_index + len(part.token_ids)
+        told = [one for one in singly if one.first_token_index + len(one.token_ids) <= end]
+        assert merged(parts) == merged(told)
+    assert merged(parts) == merged(singly)
+
+
+@settings(max_examples=300, deadline=None)
 @given(outputs, stop_rules, st.integers(0, 16))
 def test_taking_up_again_anywhere_makes_no_difference(
     byte_text: ModelText, ids: list[int], rules: StopRules, held: int
