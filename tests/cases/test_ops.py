@@ -143,6 +143,7 @@ def reachable(*roots: object) -> int:
         kind = type(one)
         if (
             id(one) in seen
+            or not isinstance(kind.__module__, str)  # compiled ones that say it of their instances only
             or kind.__module__.startswith(MACHINERY)
             or isinstance(one, type | ModuleType | FunctionType)
         ):

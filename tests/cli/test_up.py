@@ -152,7 +152,7 @@ def test_a_load_leaves_nothing_behind(up: Up, capsys: pytest.CaptureFixture[str]
     report = json.loads(result.read_text())
     assert (report["completed"], report["errors"], report["output_tokens"]) == (48, {}, 48 * 16)
     assert 0 < report["ttft_s"]["p50"] <= report["end_to_end_s"]["p99"]
-    assert "tokens/s" in capsys.readouterr().err
+    assert "tokens/s" in capsys.readouterr().out
     assert main([*arguments, "--rate=100", "--input-tokens=40", "--output-tokens=8"]) == 0
     several = ["bench", "--target", up.address, "--concurrency=1,4", "--seed=7"]
     several += ["--input-tokens=40", "--output-tokens=8"]
@@ -161,7 +161,7 @@ def test_a_load_leaves_nothing_behind(up: Up, capsys: pytest.CaptureFixture[str]
     assert [(one["workload"]["concurrency"], one["completed"]) for one in reports] == [(1, 8), (4, 32)]
     # Not one prompt twice: nothing comes from the prefix cache, neither within a load nor from the one before.
     assert [one["cached_tokens"] for one in reports] == [0, 0]
-    assert "at a time" in capsys.readouterr().err
+    assert "at a time" in capsys.readouterr().out
     capsys.readouterr()
     assert main(["status", "--scheduler", up.scheduler, "--json", "--interval=0"]) == 0
     cell = json.loads(capsys.readouterr().out)

@@ -201,10 +201,14 @@ async def test_what_waits_for_a_slow_client_comes_in_messages_that_clients_take(
         output = {"logprobs": True, "top_logprobs": 4}
         slow = type(cell.stub)(channel).GenerateStream(ask("slow", stop={"max_tokens": 250}, output=output))
         submit = await scheduler.submit()
+        quick = cell.stub.GenerateStream(ask("quick"))
+        quick_submit = await scheduler.submit()
         big = [types_pb2.PositionLogprobs(top=[types_pb2.TokenLogprob(token_id=1, logprob=-1.0, rank=1)] * 200)]
         for index in range(200):
             scheduler.emit(submit, [97 + index % 26], index, logprobs=big)
         scheduler.emit(submit, b"!", 200, finish_reason=LENGTH)
+        scheduler.emit(quick_submit, b"!", 0, finish_reason=LENGTH)
+        await collect(quick)  # all that came before it has come, too
         messages = await collect(slow)
     deltas = [delta for message in messages for delta in message.deltas]
     assert joined(messages)[0] == "".join(chr(97 + index % 26) for index in range(200)) + "!"

@@ -22,6 +22,8 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)
 
 PROMPTS = ([256, 258, *b"Why?", 259], [*b"abcabcabcabc"], [256, 258, *b"Tell me about tides.", 259])
 LENGTH = 40
+ROUNDS = 40
+"""at most, until a draft was in time: so small a target is done before many are, and doesn't wait for long"""
 
 
 def write_first_layers(target: Path, folder: Path) -> Path:
@@ -80,13 +82,17 @@ async def cluster(
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 async def test_tokens_are_the_targets_own(cluster: Cluster, target: Path, temperature: float) -> None:
     stub = cluster.stub()
-    messages = [request(prompt, LENGTH, temperature=temperature, seed=31) for prompt in PROMPTS]
-    answers = await asyncio.gather(*(receive(stub.GenerateStream(message)) for message in messages))
-    for prompt, answer in zip(PROMPTS, answers, strict=True):
-        assert answer.tokens[0] == expected(target, prompt, temperature, 31)
-    drafted = sum(answer.usage.drafted_tokens for answer in answers)
-    accepted = sum(answer.usage.accepted_tokens for answer in answers)
-    assert accepted <= drafted
+    wanted = [expected(target, prompt, temperature, 31) for prompt in PROMPTS]
+    drafted = accepted = 0
+    for _ in range(ROUNDS):
+        messages = [request(prompt, LENGTH, temperature=temperature, seed=31) for prompt in PROMPTS]
+        answers = await asyncio.gather(*(receive(stub.GenerateStream(message)) for message in messages))
+        assert [answer.tokens[0] for answer in answers] == wanted
+        drafted += sum(answer.usage.drafted_tokens for answer in answers)
+        accepted += sum(answer.usage.accepted_tokens for answer in answers)
+        assert accepted <= drafted
+        if temperature or 0 < accepted < drafted:
+            break
     if temperature == 0:
         # Three quarters of the vocabulary are guessed well, one not at all. Sampled, hardly a tail of yesterday agrees,
         # and so small a target is rarely worth a wait for today's.

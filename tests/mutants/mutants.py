@@ -237,7 +237,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "held-back-text-lost",
         "gateway/streams.py",
-        "        self._text.append(self._matcher.flush())\n",
+        "        self._show(self._matcher.flush())\n",
         "        self._matcher.flush()\n",
         GATEWAY,
     ),
