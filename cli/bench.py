@@ -88,7 +88,8 @@ async def _bench(args: argparse.Namespace) -> int:
     from cluster.channel import connect
 
     console = Console(stderr=True, highlight=False)
-    result = Console(stderr=str(args.json) == "-", highlight=False)
+    json_to_stdout = str(args.json) == "-"
+    result = Console(stderr=json_to_stdout, highlight=False)
     async with session.client(args) as client:
         model = _model(await client.models(), args.model)
     workloads = [_workload(args, model, index) for index in range(len(args.concurrency))]
@@ -112,7 +113,7 @@ async def _bench(args: argparse.Namespace) -> int:
     if args.json is not None:
         forms = [report.as_json() for report in reports]
         text = json.dumps(forms if len(forms) > 1 else forms[0], indent=1) + "\n"
-        if str(args.json) == "-":
+        if json_to_stdout:
             sys.stdout.write(text)
         else:
             args.json.write_text(text)

@@ -20,8 +20,15 @@ from collections.abc import Awaitable, Callable, Generator
 from typing import Any, Protocol
 
 
+class News(Protocol):
+    """What comes up by itself, and says so to one listener."""
+
+    on_news: Callable[[], None]
+    """called when there may be something to say, or nothing more will come"""
+
+
 class Outgoing:
-    """See the module's text. Everything happens on the event loop; nothing but `until_ended` waits."""
+    """See the module's text. Everything happens on the event loop; nothing waits but `follow` and `until_ended`."""
 
     def __init__(
         self,
@@ -69,6 +76,16 @@ class Outgoing:
     def end(self) -> None:
         """The message that `next_message` is about to return, or none, is the last; to be called from within it."""
         self._ending = True
+
+    async def follow(self, news: News) -> None:
+        """Pump whenever there is news, until all is written or nobody listens any more. Raises as `until_ended`."""
+        news.on_news = self.pump
+        self.pump()
+        try:
+            await self.until_ended()
+        finally:
+            news.on_news = _nothing
+            self.abandon()
 
     async def until_ended(self) -> None:
         """Wait until `end` was called and all is written. Raises what writing, or making a message, has raised."""
@@ -128,11 +145,9 @@ class Outgoing:
         self.pump()
 
 
-class Source(Protocol):
+class Source(News, Protocol):
     """What is to be written into a stream, as it comes up."""
 
-    on_news: Callable[[], None]
-    """called when `next_message` may have something, or `closed` has become true"""
     closed: bool
     """Nothing more will come up; what waits is still written."""
 
@@ -187,13 +202,7 @@ async def write_until_closed(write: Callable[[Any], Awaitable[None]], source: So
         return message
 
     outgoing = Outgoing(write, next_message, lambda: source.has_more)
-    source.on_news = outgoing.pump
-    outgoing.pump()
-    try:
-        await outgoing.until_ended()
-    finally:
-        source.on_news = _nothing
-        outgoing.abandon()
+    await outgoing.follow(source)
 
 
 def _nothing(*_: Any) -> Any:

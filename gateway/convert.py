@@ -132,16 +132,16 @@ def response(
     request_id: str,
     model: str,
     seed: int,
-    choices: Iterable[Sequence[Delta]],
+    choices: Iterable[Delta],
     prompt_logprobs: Sequence[Any],
     usage: Any,
 ) -> generation_pb2.GenerateResponse:
-    """The whole answer; `choices` are the deltas of each, in order of index."""
+    """The whole answer; `choices`: all of each, in order of index."""
     return generation_pb2.GenerateResponse(
         request_id=request_id,
         model=model,
         seed=seed,
-        choices=[_choice(deltas) for deltas in choices],
+        choices=map(_choice, choices),
         prompt_logprobs=prompt_logprobs,
         usage=_usage(usage),
     )
@@ -162,15 +162,14 @@ def _add_delta(message: generation_pb2.ChoiceDelta, delta: Delta) -> None:
             setattr(message, name, value)
 
 
-def _choice(deltas: Sequence[Delta]) -> generation_pb2.Choice:
-    finish = deltas[-1].finish
+def _choice(whole: Delta) -> generation_pb2.Choice:
     return generation_pb2.Choice(
-        index=deltas[0].index,
-        text="".join(delta.text for delta in deltas),
-        token_ids=[token_id for delta in deltas for token_id in delta.token_ids],
-        logprobs=[entry for delta in deltas for entry in delta.logprobs],
-        prompt_text=deltas[0].prompt_text,
-        **({} if finish is None else _finish_fields(finish)),
+        index=whole.index,
+        text=whole.text,
+        token_ids=whole.token_ids,
+        logprobs=whole.logprobs,
+        prompt_text=whole.prompt_text,
+        **({} if whole.finish is None else _finish_fields(whole.finish)),
     )
 
 

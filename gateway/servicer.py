@@ -21,7 +21,7 @@ from gateway.cells import Upstream
 from gateway.intake import Caller, Intake
 from gateway.metrics import GatewayMetrics
 from gateway.requests import LiveRequest, RequestTable
-from gateway.streams import Delta, FinishReason
+from gateway.streams import FinishReason
 from gateway.text import ModelText
 from gateway.text_workers import TextWorkers
 
@@ -85,13 +85,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 outgoing = Outgoing(
                     context.write, lambda: _next_message(live, outgoing), has_more=lambda: live.held_back
                 )
-                live.on_news = outgoing.pump
-                outgoing.pump()
-                try:
-                    await outgoing.until_ended()
-                finally:
-                    live.on_news = _nobody
-                    outgoing.abandon()
+                await outgoing.follow(live)
                 if live.error is not None:
                     raise live.error
         except Exception as error:
@@ -103,7 +97,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         """The whole answer at once."""
         try:
             async with _Live(self, request, context) as live:
-                choices: list[list[Delta]] = [[] for _ in live.choices]
                 changed = asyncio.Event()
                 live.on_news = changed.set
                 while not live.finished:
@@ -111,9 +104,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     changed.clear()
                 if live.error is not None:
                     raise live.error
-                for delta in live.take(bounded=False):
-                    choices[delta.index].append(delta)
-                spec = live.spec
+                spec, choices = live.spec, live.take(bounded=False)
                 return convert.response(
                     spec.request_id, spec.model, spec.seed, choices, live.take_prompt_logprobs(), live.usage()
                 )
@@ -285,10 +276,6 @@ def _next_message(live: LiveRequest, outgoing: Outgoing) -> generation_pb2.Gener
     spec, logprobs = live.spec, live.take_prompt_logprobs()
     usage = live.usage() if last and live.error is None else None
     return convert.stream_response(spec.request_id, spec.model, spec.seed, deltas, logprobs, usage)
-
-
-def _nobody() -> None:
-    """The client is gone, or has all."""
 
 
 def add_to_server(servicer: GenerationServicer, server: grpc.aio.Server) -> None:

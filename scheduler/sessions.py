@@ -19,10 +19,6 @@ Key = tuple[str, int]
 """(gateway id, handle): names a request to the core"""
 
 
-def _nobody() -> None:
-    """Nothing is written yet."""
-
-
 @dataclass(eq=False)
 class Session:
     """One open session stream."""
@@ -42,7 +38,7 @@ class Session:
     """`on_news` is about to be called"""
 
     def __post_init__(self) -> None:
-        self.on_news: Callable[[], None] = _nobody
+        self.on_news: Callable[[], None] = lambda: None
         """called at the end of a turn of the loop in which something came up, or the session ended"""
 
     @property

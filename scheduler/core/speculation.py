@@ -159,7 +159,8 @@ class Speculation:
         """Choose; switch on or off accordingly."""
         self._looked_at_rows, self._looked_at_plan = load.num_rows, self._plans
         self._newest = decodes[-1].sequence_id
-        curves = self._step_curves()
+        plain, drafting = self.plain_times.curve, self.drafting_times.curve
+        curves = completed(plain, drafting), completed(drafting, plain)
         was_on = self.phase in (Phase.ON, Phase.MEASURING)
         margin = STAY if was_on else self._margin
         shares = self.availability.shares(max_draft_tokens)
@@ -177,20 +178,15 @@ class Speculation:
                 if self._on_since is None:
                     self._on_since = self._plans
                 self._enter(Phase.ON, _measured_again_after(chosen.gain))
-            if self._plans % (VARY_EVERY if len(self.drafting_times.curve.sizes) > 1 else VARY_FIRST) == 0:
+            if self._plans % (VARY_EVERY if len(drafting.sizes) > 1 else VARY_FIRST) == 0:
                 return [(k + 1) // 2 for k in chosen.drafts]
             self._probe_rows(decodes, survivals, chosen.drafts, load.max_draft_tokens)
             return chosen.drafts
         if self.phase is Phase.OFF and self._plans >= self._until:
-            return self._begin_probe(decodes, load, max_draft_tokens)
+            return self._begin_probe(decodes, load, max_draft_tokens, curves[0])
         if self.phase is not Phase.OFF:
             self._switch_off()
         return None
-
-    def _step_curves(self) -> tuple[Curve, Curve]:
-        """T(n) without and with drafts, each completed by the other."""
-        plain, drafting = self.plain_times.curve, self.drafting_times.curve
-        return completed(plain, drafting), completed(drafting, plain)
 
     def _dear(self, decodes: list[Sequence], chosen: Budget, load: Load) -> set[int]:
         """Rows of a choice that won't earn back, until they end, what the draft worker must read first.
@@ -210,12 +206,13 @@ class Speculation:
                 dear.add(row)
         return dear
 
-    def _begin_probe(self, decodes: list[Sequence], load: Load, max_draft_tokens: int) -> list[int] | None:
+    def _begin_probe(
+        self, decodes: list[Sequence], load: Load, max_draft_tokens: int, plain: Curve
+    ) -> list[int] | None:
         """A probe, unless prompts are computed, which comes first, or the best of drafts would not pay either."""
         if load.num_other_tokens:
             return None
         best = [survival([BEST_ACCEPTANCE] * max_draft_tokens)] * load.num_rows
-        plain, _ = self._step_curves()
         if not choose(best, load, plain, plain, margin=self._margin):
             self._enter(Phase.OFF, self._wait)
             return None
