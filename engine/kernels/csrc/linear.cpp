@@ -10,8 +10,9 @@
 //         x, row 1   ──▶     [ sum ]         [ sum ]         and multiplied with one broadcast value (or pair) of
 //            …                                               every row
 //
-// With few rows the time is that of reading the weights. The hardware sees that one stream and runs ahead of it; asking
-// for each line by instructions as well takes the places of those it has under way, and was a quarter slower. With many
+// With few rows the time is that of reading the weights. The hardware sees that one stream, which goes on from item to
+// item of a thread (threads.h), and runs ahead of it; asking for each line by instructions as well takes the places of
+// those it has under way, and was a quarter slower. With many
 // rows the time is that of multiplying, and a tile stays in the second-level cache while the passes of a block of rows
 // go over it:
 //

@@ -93,7 +93,7 @@ template <int kRows>
   const char* ahead = reinterpret_cast<const char*>(pair) + kAheadBytes;
   const uintptr_t in_page = reinterpret_cast<uintptr_t>(pair) % kAheadBytes;
   if constexpr (kRows >= kLongPassRows) {
-    for (int line = 0; line < kPairBytes / kLineBytes; line++) _mm_prefetch(ahead + line * kLineBytes, _MM_HINT_T0);
+    for (int line = 0; line < kPairBytes / kLineBytes; line++) _mm_prefetch(ahead + line * kLineBytes, _MM_HINT_T1);
   } else if (in_page < kPairBytes) {
     for (int line = 0; line < kPairBytes / kLineBytes; line++) {
       _mm_prefetch(ahead - in_page + line * kLineBytes, _MM_HINT_T1);

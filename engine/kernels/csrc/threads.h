@@ -2,7 +2,9 @@
 //
 // A job is n independent items. The caller and the pool's threads claim items one by one, and the job has ended when
 // all items have: a thread that the system has put aside costs nothing unless it holds an item, the others take its
-// share. Which thread takes which item decides nothing about bits.
+// share. Each thread begins with a run of consecutive items that is the same in every job of as many, and goes through
+// it in order, so what lies in order in memory is one stream to it. Which thread takes which item decides nothing about
+// bits.
 //
 // A thread without work watches for the next job for a short while, as the jobs of one step follow each other within
 // microseconds, and then sleeps. Items don't throw.

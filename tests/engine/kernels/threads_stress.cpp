@@ -4,6 +4,8 @@
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <map>
+#include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
@@ -38,6 +40,40 @@ void run_job(int64_t n, int salt) {
   }
 }
 
+// Each thread goes through its own share in order, and takes of another's share the last items first.
+void check_order(int num_threads) {
+  constexpr int64_t kItems = 1000;
+  std::vector<std::vector<int64_t>> taken(kItems);  // by thread; no more of them than items
+  std::mutex mutex;
+  std::map<std::thread::id, size_t> numbers;
+  tandem::parallel_for(kItems, [&](int64_t i) {
+    {
+      const std::lock_guard lock(mutex);
+      const size_t number = numbers.try_emplace(std::this_thread::get_id(), numbers.size()).first->second;
+      taken[number].push_back(i);
+    }
+    if (i == kItems / 2) std::this_thread::sleep_for(std::chrono::milliseconds(2));  // others take the rest of a share
+  });
+  const auto share = [&](int64_t i) {
+    int64_t t = 0;
+    while (kItems * (t + 1) / num_threads <= i) t++;
+    return t;
+  };
+  for (const auto& items : taken) {
+    int64_t rising = -1;
+    for (size_t i = 1; i < items.size(); i++) {
+      if (share(items[i]) != share(items[i - 1])) continue;
+      if (items[i] > items[i - 1]) {
+        check(items[i] == items[i - 1] + 1, "a thread left out items of its share");
+        check(rising < 0 || rising == share(items[i]), "a thread went up through another's share");
+        rising = share(items[i]);
+      } else {
+        check(rising != share(items[i]), "a thread went down through its own share");
+      }
+    }
+  }
+}
+
 void call(int num_jobs, int seed) {
   uint32_t state = seed * 2654435761u + 1;
   for (int job = 0; job < num_jobs; job++) {
@@ -59,6 +95,10 @@ int main(int, char** arguments) {
     for (int c = 0; c < 3; c++) callers.emplace_back(call, num_jobs, c * 1000 + num_threads);
     tandem::set_threads(num_threads + 1, {});  // under way
     for (auto& caller : callers) caller.join();
+    check_order(num_threads + 1);
+    run_job((1 << 19) + 5, num_threads);  // more than two threads' shares can hold
+    tandem::set_threads(2, {});
+    run_job((1 << 19) + 5, num_threads);
   }
   std::puts("ok");
 }
