@@ -125,7 +125,9 @@ class Attention {
       Scratch<T> scratch;
       const auto [first, end] = work_.items[item];
       for (int64_t unit = first; unit < end; unit++) {
-        attend_unit(work_.units[unit], work_.units[std::min(unit + 1, end - 1)], scratch);
+        // What the thread attends to next, if nobody takes it away.
+        const size_t next = std::min<size_t>(unit + 1, work_.units.size() - 1);
+        attend_unit(work_.units[unit], work_.units[next], scratch);
       }
     });
     parallel_for(work_.merges.size(), [this](int64_t index) {

@@ -20,7 +20,9 @@ namespace tandem::TANDEM_LEVEL {
 
 constexpr int64_t kPartition = 512;
 constexpr int64_t kSlabRows = 24;
-constexpr int64_t kCostOfItem = 1 << 18;  // products of an element of a query and of a key: about 5 µs
+// In products of an element of a query and of a key.
+constexpr int64_t kCostOfItem = 1 << 15;  // a few microseconds where keys come from memory
+constexpr int64_t kCostOfPart = 1 << 18;  // worth a merge
 constexpr int64_t kItemsPerThread = 8;
 
 struct Slab {
@@ -65,7 +67,7 @@ struct Work {
     const int64_t total = cut_slabs(in, group) * in.cache.kv_heads;
     const int64_t item_cost = std::max(kCostOfItem, total / (threads * kItemsPerThread));
     // A unit that is a big part of the whole is cut, so that all threads have a part of it.
-    const int64_t split_cost = std::max(kCostOfItem, total / (threads * 4));
+    const int64_t split_cost = std::max(kCostOfPart, total / (threads * 4));
     int64_t num_records = 0, collected = 0;
     for (int64_t index = 0; index < static_cast<int64_t>(slabs.size()); index++) {
       Slab& slab = slabs[index];

@@ -21,7 +21,7 @@
 namespace tandem::TANDEM_LEVEL {
 namespace {
 
-constexpr int64_t kElementsPerItem = 8192;  // about 5 µs
+constexpr int64_t kElementsPerItem = 1024;  // some microseconds
 
 int64_t tokens_per_item(int64_t elements_per_token) {
   return std::max<int64_t>(1, kElementsPerItem / elements_per_token);

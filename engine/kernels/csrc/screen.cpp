@@ -185,25 +185,36 @@ class Screening {
   // Bounds of all rows in one tile.
   void screen(int64_t tile) {
     const char* data = a_.tiles + tile * tile_bytes_;
+    const float norm = greatest_norm(tile, data);
     alignas(64) int32_t sums[kMaxScreenRows * kTileColumns];
     for (int64_t first = 0; first < num_rows_; first += kMaxScreenRows) {
       const int64_t count = std::min<int64_t>(kMaxScreenRows, num_rows_ - first);
       kScreenRows[count - 1](p_.data() + first * p_stride(), p_stride(), firsts_.data() + first, data, num_quads_, sums);
       for (int64_t i = 0; i < count; i++) {
-        bounds_[(first + i) * num_tiles_ + tile] = bound(first + i, tile, data, sums + i * kTileColumns);
+        bounds_[(first + i) * num_tiles_ + tile] = bound(first + i, tile, data, norm, sums + i * kTileColumns);
       }
     }
   }
 
-  Bounds bound(int64_t row, int64_t tile, const char* data, const int32_t* sums) const {
+  const float* facts_of(const char* data) const {
+    return reinterpret_cast<const float*>(data + num_quads_ * kScreenStepBytes);
+  }
+
+  // The greatest ‖w‖ + ‖w − ŵ‖ of a tile.
+  float greatest_norm(int64_t tile, const char* data) const {
+    const float* norms = facts_of(data) + 2 * kTileColumns;
+    return *std::max_element(norms, norms + columns_of(tile));
+  }
+
+  Bounds bound(int64_t row, int64_t tile, const char* data, float greatest_norm, const int32_t* sums) const {
     const ScreenRow& r = rows_[row];
-    if (!r.usable) return {.usable = false};
+    if (!r.usable || !(greatest_norm <= r.most_norm)) return {.usable = false};
     alignas(64) int32_t fine_highs[kTileColumns], fine_lows[kTileColumns];
     screen_fine(fine_.data() + row * num_fine_, num_fine_, r.first_high, r.first_low, data, fine_highs, fine_lows);
-    const float* facts = reinterpret_cast<const float*>(data + num_quads_ * kScreenStepBytes);
+    const float* facts = facts_of(data);
     const int64_t num_columns = columns_of(tile);
     float* to = noisy(row) ? highs(row) + tile * kTileColumns : nullptr;
-    Lanes low = fill(kMinusInfinity), high = low, norms = zero();
+    Lanes low = fill(kMinusInfinity), high = low;
     for (int64_t column = 0; column < num_columns; column += kLanes) {
       const Lanes scale = load(facts + column);
       const Lanes error = load(facts + kTileColumns + column), norm = load(facts + 2 * kTileColumns + column);
@@ -216,10 +227,9 @@ class Screening {
       const Lanes top = select(there, add(logit, reach), fill(kMinusInfinity));
       low = max(low, select(there, sub(logit, reach), fill(kMinusInfinity)));
       high = max(high, top);
-      norms = max(norms, norm);
       if (to != nullptr) store_some(to + column, top, left);
     }
-    return {.low = peak_of(low), .high = peak_of(high), .usable = peak_of(norms) <= r.most_norm};
+    return {.low = peak_of(low), .high = peak_of(high)};
   }
 
   // Chooses the row's token. False: the row gave up.

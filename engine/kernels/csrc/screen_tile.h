@@ -28,8 +28,8 @@ inline void screen_rows(const int8_t* p, int64_t stride, const int32_t* firsts, 
     for (int v = 0; v < kScreenVectors; v++) sum[row][v] = fill_words(static_cast<uint32_t>(firsts[row]));
   }
   for (int64_t quad = 0; quad < num_quads; quad++, tile += kScreenStepBytes) {
-    __builtin_prefetch(tile + kScreenFetchAheadBytes);
-    __builtin_prefetch(tile + kScreenFetchAheadBytes + kScreenStepBytes / 2);
+    _mm_prefetch(tile + kScreenFetchAheadBytes, _MM_HINT_T1);
+    _mm_prefetch(tile + kScreenFetchAheadBytes + kScreenStepBytes / 2, _MM_HINT_T1);
     Words weights[kScreenVectors];
 #pragma GCC unroll 4
     for (int v = 0; v < kScreenVectors; v++) weights[v] = load_quads(tile + v * kVectorBytes);
