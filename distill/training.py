@@ -22,6 +22,7 @@ from distill.errors import Refused
 from distill.evaluation import Acceptance, evaluate
 from distill.loss import Head, mixture_loss
 from distill.network import Network
+from distill.optimizer import Optimizer
 from distill.shards import Record, num_answer_tokens, read_shard, read_shards
 from distill.target import Opened
 from distill.vocabulary import coverage, frequent_token_ids
@@ -41,10 +42,12 @@ class Recipe:
 
     layers: int = 2
     head_tokens: int = 12288
-    steps: int = 4600
-    batch_tokens: int = 1024
+    steps: int = 1500
+    batch_tokens: int = 3072
     learning_rate: float = 1.5e-3
     warm_up_steps: int = 40
+    momentum: float = 0.95
+    """of the matrices' gradients"""
     weight_decay: float = 0.05
     mix: float = 0.6
     """share of the target's distribution in the goal; the rest is its likeliest token"""
@@ -111,13 +114,7 @@ class Trainer:
         self.position = Position()
         self.token_ids = torch.zeros(0, dtype=torch.int64)
         self.history: list[dict[str, Any]] = []
-        self._optimizer = torch.optim.AdamW(
-            self.network.trained().values(),
-            lr=recipe.learning_rate,
-            betas=(0.9, 0.95),
-            weight_decay=recipe.weight_decay,
-            fused=True,
-        )
+        self._optimizer = Optimizer(self.network.trained().values(), recipe.momentum, recipe.weight_decay)
         self._records: list[Record] = []
         self._order: list[list[int]] = []
 
@@ -235,13 +232,10 @@ class Trainer:
         self._read_window()
 
     def _step(self, batch: TrainBatch, head: Head) -> tuple[float, float]:
-        for group in self._optimizer.param_groups:
-            group["lr"] = self._learning_rate(self.position.step)
         loss, agreeing = mixture_loss(self.network(batch), batch.features, head, self.recipe.mix)
-        self._optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.network.trained().values(), 1.0)
-        self._optimizer.step()
+        self._optimizer.step(self._learning_rate(self.position.step))
         return float(loss.detach()), float(agreeing)
 
     def _learning_rate(self, step: int) -> float:
