@@ -85,7 +85,7 @@ inline void store_pairs(bf16* to, Pairs pairs) { _mm256_storeu_si256(reinterpret
 // the next. With few rows the processor's own window reaches over several pairs, and each line that is asked for takes the
 // place of one under way: only a page's beginning is, a page ahead. With many rows a pair is long, the window sees little
 // beyond it, and every line is worth asking for.
-constexpr int kLongPassRows = 6;
+constexpr int kLongPassRows = 5;
 constexpr uintptr_t kAheadBytes = 4096;  // a page, and what arrives while so much is multiplied
 
 template <int kRows>
