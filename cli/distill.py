@@ -37,10 +37,10 @@ def add_parser(commands: Subparsers) -> None:
     add("--answer-tokens", type=positive(int), default=1_500_000, metavar="N", help="to learn from (default 1500000)")
     add(
         "--shards",
-        type=_part,
+        type=_shards,
         default=(0, 1),
         metavar="I/N",
-        help="learn from shards I, I + N, … of the answers only: from others than --start-from has, say",
+        help="learn from shards I, I + N, … only (97/1: from 97 on), such as those that --start-from has not seen",
     )
     add("--max-answer-tokens", type=positive(int), default=220, metavar="N", help="of one answer (default 220)")
     add("--held-out-prompts", type=positive(int), default=120, metavar="N", help="to measure on (default 120)")
@@ -65,6 +65,13 @@ def _part(text: str) -> tuple[int, int]:
     if not slash or not part.isdigit() or not parts.isdigit() or not 0 <= int(part) < int(parts):
         raise argparse.ArgumentTypeError(f"{text!r} isn't I/N with 0 ≤ I < N, such as 0/2")
     return int(part), int(parts)
+
+
+def _shards(text: str) -> tuple[int, int]:
+    first, slash, stride = text.partition("/")
+    if not slash or not first.isdigit() or not stride.isdigit() or int(stride) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} isn't I/N with 0 ≤ I and 1 ≤ N, such as 0/2 or 97/1")
+    return int(first), int(stride)
 
 
 def run(args: argparse.Namespace) -> int:

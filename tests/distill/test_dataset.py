@@ -83,14 +83,16 @@ def test_only_as_many_as_needed_are_trained_on(data: Path, plan: DataPlan, tmp_p
     assert train_shards(tmp_path / "answers", replace(plan, answer_tokens=held[0])) == paths[:1]
 
 
-def test_every_other_shard(data: Path, plan: DataPlan, load: Callable[[], Target], tmp_path: Path) -> None:
-    odd = replace(plan, shards=(1, 2), answer_tokens=1500, held_out_prompts=1)
-    claim(tmp_path, odd)
-    generate(load(), tmp_path, odd, silent)
-    assert is_complete(tmp_path, odd)
+@pytest.mark.parametrize("stride", [2, 1])
+def test_some_shards_only(data: Path, plan: DataPlan, load: Callable[[], Target], tmp_path: Path, stride: int) -> None:
+    some = replace(plan, shards=(1, stride), answer_tokens=1500, held_out_prompts=1)
+    claim(tmp_path, some)
+    generate(load(), tmp_path, some, silent)
+    assert is_complete(tmp_path, some)
     assert not is_complete(tmp_path, plan)
-    paths = train_shards(tmp_path, odd)
-    assert [path.name[6:11] for path in paths] == [f"{index:05}" for index in range(1, 2 * len(paths), 2)]
+    paths = train_shards(tmp_path, some)
+    assert [int(path.name[6:11]) for path in paths] == [1 + stride * number for number in range(len(paths))]
+    assert not shard_path(tmp_path / TRAIN, 0).exists()
     assert paths[0].read_bytes() == shard_path(data / TRAIN, 1).read_bytes()
 
 

@@ -135,3 +135,15 @@ def test_a_part_only_generates(target_folder: Path, tmp_path: Path) -> None:
     assert distill(plan, lambda what, share: None, None) == []  # type: ignore[arg-type]
     assert {path.name[-17:-12] for path in shard_paths(tmp_path / "work" / "data" / TRAIN)} >= {"00001"}
     assert not (tmp_path / "out").exists()
+
+
+def test_shards_may_begin_anywhere() -> None:
+    for text, shards in (("97/1", (97, 1)), ("1/2", (1, 2))):
+        assert build_parser().parse_args(["distill", "--out=x", f"--shards={text}"]).shards == shards
+
+
+@pytest.mark.parametrize("flag", ["--shards=1/0", "--shards=1", "--shards=-1/2", "--part=2/2"])
+def test_what_is_no_part_is_named(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["distill", "--out=x", flag])
+    assert f"{flag.partition('=')[0]}: " in capsys.readouterr().err
