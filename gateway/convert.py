@@ -292,10 +292,15 @@ def _decoding_params(sampling: Sampling, with_prompt_logprobs: bool) -> schedule
 
 
 def session_news(message: scheduler_pb2.SessionResponse) -> SessionNews:
-    """One message from the scheduler."""
+    """One message from the scheduler. Raises ValueError for lists that aren't equally long."""
+    outputs = [_output(output) for output in message.outputs]
+    if message.HasField("plain_outputs"):
+        plain = message.plain_outputs
+        tokens = zip(plain.handles, plain.token_indices, plain.token_ids, strict=True)
+        outputs += [OutputNews(handle, 0, index, [token_id]) for handle, index, token_id in tokens]
     return SessionNews(
         term=message.welcome.term if message.HasField("welcome") else None,
-        outputs=[_output(output) for output in message.outputs],
+        outputs=outputs,
         models=tuple(_model_news(state) for state in message.models.models) if message.HasField("models") else None,
         draining=message.draining,
         drain=message.drain,

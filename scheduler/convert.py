@@ -159,13 +159,24 @@ def session_response(
     `draining`: the cell is; `drain`: the gateway is to.
     """
     response = scheduler_pb2.SessionResponse()
+    handles, indices, token_ids = [], [], []
     for (handle, _), news in pending.items():
+        if isinstance(news, Update) and _is_plain(news):
+            handles.append(handle)
+            indices.append(news.first_index)
+            token_ids.append(news.token_ids[0])
+            continue
         output = response.outputs.add()
         output.handle = handle
         if isinstance(news, Update):
             _fill_output(output, news)
         else:
             output.error.CopyFrom(news)
+    if handles:
+        plain = response.plain_outputs
+        plain.handles.extend(handles)
+        plain.token_indices.extend(indices)
+        plain.token_ids.extend(token_ids)
     if models is not None:
         response.models.CopyFrom(models)
     if draining:
@@ -173,6 +184,16 @@ def session_response(
     if drain:
         response.drain = True
     return response
+
+
+def _is_plain(update: Update) -> bool:
+    """Whether a token is all there is to say. How much was cached is said with the first one."""
+    if len(update.token_ids) != 1 or update.finish or update.logprobs or update.prompt_logprobs:
+        return False
+    sequence = update.sequence
+    if sequence.choice or sequence.drafted or sequence.resumptions or sequence.crashes:
+        return False
+    return bool(update.first_index) or not sequence.request.cached_tokens
 
 
 def _fill_output(message: Any, update: Update) -> None:

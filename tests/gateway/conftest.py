@@ -200,7 +200,13 @@ class Connection:
         self.outbox.put_nowait(scheduler_pb2.SessionResponse(outputs=outputs))
 
     def emit(self, submit: scheduler_pb2.Submit, token_ids: bytes | list[int], first: int = 0, **more: Any) -> None:
-        """Send tokens of choice 0, or of another one."""
+        """Send tokens of choice 0, or of another one; one that is all there is to say in the form that it has then."""
+        if len(token_ids) == 1 and first and not more:
+            plain = scheduler_pb2.PlainOutputs(
+                handles=[submit.handle], token_indices=[first], token_ids=list(token_ids)
+            )
+            self.outbox.put_nowait(scheduler_pb2.SessionResponse(plain_outputs=plain))
+            return
         self.say(scheduler_pb2.Output(handle=submit.handle, first_token_index=first, token_ids=list(token_ids), **more))
 
     def drop(self) -> None:

@@ -91,6 +91,29 @@ async def test_duplicates_are_dropped_by_index(cell: Cell) -> None:
     assert bytes(sent) == b"abcde"
 
 
+async def test_a_message_may_hold_tokens_by_themselves_and_more(cell: Cell) -> None:
+    """Each goes to its own request; an index that is known already doesn't count again."""
+    scheduler = await cell.scheduler.connection()
+    calls = [cell.stub.GenerateStream(ask(request_id=name)) for name in ("one", "two", "three")]
+    submits = {submit.request_id: submit for submit in [await scheduler.submit() for _ in calls]}
+    one, two, three = (submits[name].handle for name in ("one", "two", "three"))
+    scheduler.outbox.put_nowait(
+        scheduler_pb2.SessionResponse(
+            plain_outputs=scheduler_pb2.PlainOutputs(
+                handles=[one, two, 999, two, two], token_indices=[0, 0, 0, 0, 1], token_ids=b"axyxy"
+            ),
+            outputs=[scheduler_pb2.Output(handle=three, token_ids=b"end", finish_reason=LENGTH)],
+        )
+    )
+    scheduler.emit(submits["one"], b"b", 1, finish_reason=LENGTH)
+    scheduler.emit(submits["two"], b"z", 2, finish_reason=LENGTH)
+    assert [joined(await collect(call)) for call in calls] == [
+        ("ab", list(b"ab")),
+        ("xyz", list(b"xyz")),
+        ("end", list(b"end")),
+    ]
+
+
 async def test_an_earlier_submission_speaks_to_nobody(cell: Cell) -> None:
     scheduler = await cell.scheduler.connection()
     call = cell.stub.GenerateStream(ask())

@@ -24,6 +24,14 @@ async def leading(cell: Cell) -> Leadership:
     return leadership
 
 
+def spell_out(response: Any) -> None:
+    """Plain outputs as outputs, so that a test need not know in which form a token came."""
+    plain = response.plain_outputs
+    for handle, index, token_id in zip(plain.handles, plain.token_indices, plain.token_ids, strict=True):
+        response.outputs.add(handle=handle, first_token_index=index, token_ids=[token_id])
+    response.ClearField("plain_outputs")
+
+
 @dataclass
 class Gateway:
     """A scripted gateway's end of a session."""
@@ -37,6 +45,7 @@ class Gateway:
     async def read(self) -> Any:
         response = await asyncio.wait_for(self.call.read(), 60)
         assert response is not grpc.aio.EOF, "the session ended"
+        spell_out(response)
         self.responses.append(response)
         return response
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from google.rpc import status_pb2
 from tandem.v1 import scheduler_pb2, types_pb2
 
@@ -30,10 +31,55 @@ async def sent(session: Session) -> Any:
 async def test_a_token_by_itself_says_nothing_else() -> None:
     session = Session("g")
     session.add_update(7, Update(sequence(), 4, [99]))
+    session.add_update(8, Update(sequence(), 0, [98]))
     message = await sent(session)
-    assert message == scheduler_pb2.SessionResponse(
-        outputs=[scheduler_pb2.Output(handle=7, first_token_index=4, token_ids=[99])]
-    )
+    plain = scheduler_pb2.PlainOutputs(handles=[7, 8], token_indices=[4, 0], token_ids=[99, 98])
+    assert message == scheduler_pb2.SessionResponse(plain_outputs=plain)
+
+
+def told(**more: Any) -> Sequence:
+    """A sequence of which there is something to say besides its tokens."""
+    found = sequence()
+    for name, value in more.items():
+        setattr(found, name, value)
+    return found
+
+
+def cached() -> Sequence:
+    found = sequence()
+    found.request.cached_tokens = 2
+    return found
+
+
+@pytest.mark.parametrize(
+    "update",
+    [
+        Update(sequence(), 4, [99, 98]),
+        Update(sequence(), 4, [], Finish.LENGTH),
+        Update(sequence(), 4, [99], Finish.LENGTH),
+        Update(sequence(), 4, [99], logprobs=[entry(99)]),
+        Update(sequence(), 0, [99], prompt_logprobs=(entry(1),)),
+        Update(sequence(choice=1), 4, [99]),
+        Update(told(drafted=1), 4, [99]),
+        Update(told(resumptions=1), 4, [99]),
+        Update(told(crashes=1), 4, [99]),
+        Update(cached(), 0, [99]),
+    ],
+)
+async def test_a_token_with_more_to_say_is_an_output(update: Update) -> None:
+    session = Session("g")
+    session.add_update(7, update)
+    message = await sent(session)
+    assert len(message.outputs) == 1
+    assert not message.HasField("plain_outputs")
+
+
+async def test_what_was_cached_is_said_with_the_first_token_only() -> None:
+    session = Session("g")
+    session.add_update(7, Update(cached(), 1, [99]))
+    message = await sent(session)
+    assert list(message.plain_outputs.token_ids) == [99]
+    assert not message.outputs
 
 
 async def test_what_waits_is_joined_in_order() -> None:
