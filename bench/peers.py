@@ -26,15 +26,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tandem.v1 import generation_pb2_grpc
+
 from bench import openai_load
 from bench.peer_report import Load, Run, as_json, as_text, plot, run_of
 from bench.peer_table import HOST, MODEL_NAME, PEERS, Peer, Site, free_port
 from bench.servers import Server, ServerFailed, answers, cpu_seconds, memory_of, pids_of
 from cli import load as tandem_load
-from cli.caller import Caller
 from cli.load import Workload
 from cli.load_report import Report, summarise
 from cluster import event_loop
+from cluster.channel import connect
 from engine.default_model import fetch_default_model
 
 PREFILL = Load("prefill", 4, 8, 1024, 1)
@@ -94,12 +96,10 @@ async def put_on(target: Target, load: Load, seed: int, vocab_size: int) -> Repo
         seed=seed,
     )
     if target.peer.protocol == "tandem":
-        caller = Caller(f"{HOST}:{target.port}")
-        cpu_s = time.process_time()
-        try:
-            records = await tandem_load.run(workload, [caller], lambda record: None)
-        finally:
-            caller.close()
+        async with connect(f"{HOST}:{target.port}") as channel:
+            stub = generation_pb2_grpc.GenerationServiceStub(channel)
+            cpu_s = time.process_time()
+            records = await tandem_load.run(workload, [stub], lambda record: None)
     else:
         endpoint = openai_load.Endpoint(HOST, target.port, target.peer.fields)
         prompts = [tandem_load.prompt(workload, index) for index in range(load.num_requests)]

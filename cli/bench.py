@@ -16,7 +16,6 @@ from cli.arguments import Subparsers, add_command, add_speculation, add_target, 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from cli.caller import Caller
     from cli.load import Record, Workload
     from cli.load_report import Distribution, Report
     from tandem_client import Model
@@ -82,10 +81,11 @@ def run(args: argparse.Namespace) -> int:
 
 async def _bench(args: argparse.Namespace) -> int:
     from rich.console import Console
+    from tandem.v1 import generation_pb2_grpc
 
     from cli import session
-    from cli.caller import Caller
     from cli.load_report import summarise
+    from cluster.channel import connect
 
     console = Console(stderr=True, highlight=False)
     json_to_stdout = str(args.json) == "-"
@@ -94,17 +94,18 @@ async def _bench(args: argparse.Namespace) -> int:
         model = _model(await client.models(), args.model)
     workloads = [_workload(args, model, index) for index in range(len(args.concurrency))]
     reports: list[Report] = []
-    with contextlib.ExitStack() as stack:
-        callers = [Caller(target) for target in targets(args) * args.connections]
-        for caller in callers:
-            stack.callback(caller.close)
+    async with contextlib.AsyncExitStack() as stack:
+        stubs = []
+        for target in targets(args) * args.connections:
+            channel = await stack.enter_async_context(connect(target))
+            stubs.append(generation_pb2_grpc.GenerationServiceStub(channel))
         if args.warmup:
             seed = workloads[-1].seed + _SEED_STRIDE
             warmup = dataclasses.replace(workloads[0], num_requests=args.warmup, seed=seed, rate=None)
-            await _with_bar(console, "warming up", warmup, callers)
+            await _with_bar(console, "warming up", warmup, stubs)
         for workload in workloads:
             cpu_start_s = time.process_time()
-            records = await _with_bar(console, "requests", workload, callers)
+            records = await _with_bar(console, "requests", workload, stubs)
             reports.append(summarise(workload, records, time.process_time() - cpu_start_s))
             show(result, reports[-1])
     if len(reports) > 1:
@@ -167,7 +168,7 @@ def _workload(args: argparse.Namespace, model: Model, index: int) -> Workload:
     )
 
 
-async def _with_bar(console: Console, what: str, workload: Workload, callers: list[Caller]) -> list[Record]:
+async def _with_bar(console: Console, what: str, workload: Workload, stubs: list) -> list[Record]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from cli import load
@@ -182,7 +183,7 @@ async def _with_bar(console: Console, what: str, workload: Workload, callers: li
             num_errors += record.error is not None
             bars.update(task, advance=1, note=f"[red]{num_errors} failed[/red]" if num_errors else "")
 
-        return await load.run(workload, callers, on_done)
+        return await load.run(workload, stubs, on_done)
 
 
 def show_medians(console: Console, reports: list[Report]) -> None:

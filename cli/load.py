@@ -4,8 +4,7 @@
     open loop     requests arrive at random times (Poisson, `rate` a second), whether or not earlier ones have ended
 
 Times of an open-loop request count from the moment it was due, not from when the generator got round to it, so that a
-slow generator or server can't hide the wait. Nothing is tried again: an error is an error. What the generator does for
-each token is as little as can be (`cli.connection`): it has the cores from those that it measures.
+slow generator or server can't hide the wait. Nothing is tried again: an error is an error.
 """
 
 from __future__ import annotations
@@ -17,12 +16,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from tandem.v1 import generation_pb2, types_pb2
+import grpc
+from tandem.v1 import generation_pb2, generation_pb2_grpc, types_pb2
 
-from cli.caller import Caller
 from tandem_client.convert import speculation_mode
-
-PATH = "/tandem.v1.GenerationService/GenerateStream"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +62,9 @@ class Record:
     """code of the status, or what is wrong with the answer"""
 
 
+Stub = generation_pb2_grpc.GenerationServiceStub
+
+
 def prompt(workload: Workload, index: int) -> list[int]:
     """The token ids of request number `index`; the same for the same seed."""
     shared = random.Random(f"{workload.seed} shared").choices(
@@ -93,14 +93,14 @@ def arrivals(rate: float, num_requests: int, seed: int) -> list[float]:
     return list(itertools.accumulate(chance.expovariate(rate) for _ in range(num_requests)))
 
 
-async def run(workload: Workload, callers: Sequence[Caller], on_done: Callable[[Record], None]) -> list[Record]:
-    """Send the whole load, spread over the callers in turn; `on_done` is called as each request ends."""
+async def run(workload: Workload, stubs: Sequence[Stub], on_done: Callable[[Record], None]) -> list[Record]:
+    """Send the whole load, spread over the stubs in turn; `on_done` is called as each request ends."""
     # Made before the clock starts: they are not part of what is measured.
-    requests = [request(workload, index).SerializeToString() for index in range(workload.num_requests)]
+    requests = [request(workload, index) for index in range(workload.num_requests)]
     records: list[Record] = []
 
     async def one(index: int, due_s: float) -> None:
-        record = await measure(callers[index % len(callers)], requests[index], workload, due_s)
+        record = await measure(stubs[index % len(stubs)], requests[index], workload, due_s)
         records.append(record)
         on_done(record)
 
@@ -121,46 +121,36 @@ async def run(workload: Workload, callers: Sequence[Caller], on_done: Callable[[
     return records
 
 
-async def measure(caller: Caller, message: bytes, workload: Workload, due_s: float) -> Record:
-    """Send one serialised request and time its answer; never raises for what the server does."""
+async def measure(
+    stub: Stub, message: generation_pb2.GenerateStreamRequest, workload: Workload, due_s: float
+) -> Record:
+    """Send one request and time its answer; never raises for what the server does."""
     record = Record(due_s=due_s, started_s=time.perf_counter())
-    answer = _Answer(record)
-    status = await caller.call(PATH, message, answer.take, workload.timeout_s)
+    last_s = record.started_s
+    finished = False
+    try:
+        async for response in stub.GenerateStream(message, timeout=workload.timeout_s):
+            now_s = time.perf_counter()
+            num_new = 0
+            for delta in response.deltas:
+                if delta.token_ids and delta.first_token_index != record.num_tokens + num_new:
+                    record.error = "GAP_OR_REPETITION"
+                num_new += len(delta.token_ids)
+                finished |= delta.finish_reason != types_pb2.FINISH_REASON_UNSPECIFIED
+            if num_new:
+                if record.first_token_s is None:
+                    record.first_token_s = now_s
+                else:
+                    record.gaps_s.append(now_s - last_s)
+                last_s = now_s
+                record.num_tokens += num_new
+            if response.HasField("usage"):
+                record.cached_tokens = response.usage.cached_tokens
+                record.drafted_tokens = response.usage.drafted_tokens
+                record.accepted_tokens = response.usage.accepted_tokens
+        if record.error is None and (not finished or record.num_tokens != workload.output_tokens):
+            record.error = "SHORT_ANSWER"
+    except grpc.aio.AioRpcError as error:
+        record.error = error.code().name
     record.ended_s = time.perf_counter()
-    if status.code != "OK":
-        record.error = status.code
-    elif record.error is None and not (answer.finished and record.num_tokens == workload.output_tokens):
-        record.error = "SHORT_ANSWER"
     return record
-
-
-class _Answer:
-    """What has come of one answer."""
-
-    def __init__(self, record: Record) -> None:
-        self.finished = False
-        self._record = record
-        self._last_s = record.started_s
-
-    def take(self, message: bytes) -> None:
-        """A message has come just now."""
-        now_s = time.perf_counter()
-        record = self._record
-        response = generation_pb2.GenerateStreamResponse.FromString(message)
-        num_new = 0
-        for delta in response.deltas:
-            if delta.token_ids and delta.first_token_index != record.num_tokens + num_new:
-                record.error = "GAP_OR_REPETITION"
-            num_new += len(delta.token_ids)
-            self.finished |= delta.finish_reason != types_pb2.FINISH_REASON_UNSPECIFIED
-        if num_new:
-            if record.first_token_s is None:
-                record.first_token_s = now_s
-            else:
-                record.gaps_s.append(now_s - self._last_s)
-            self._last_s = now_s
-            record.num_tokens += num_new
-        if response.HasField("usage"):
-            record.cached_tokens = response.usage.cached_tokens
-            record.drafted_tokens = response.usage.drafted_tokens
-            record.accepted_tokens = response.usage.accepted_tokens

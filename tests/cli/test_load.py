@@ -14,7 +14,6 @@ import grpc
 from tandem.v1 import generation_pb2, generation_pb2_grpc, types_pb2
 
 from cli import load
-from cli.caller import Caller
 from cli.load import Record, Workload
 
 WORKLOAD = Workload(model="m", num_requests=12, concurrency=3, input_tokens=6, output_tokens=4, vocab_size=50)
@@ -55,23 +54,22 @@ class Gateway(generation_pb2_grpc.GenerationServiceServicer):
 
 
 @contextlib.asynccontextmanager
-async def caller_of(gateway: Gateway) -> AsyncIterator[Caller]:
+async def stub_of(gateway: Gateway) -> AsyncIterator[load.Stub]:
     server = grpc.aio.server()
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(gateway, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
-        caller = Caller(f"127.0.0.1:{port}")
-        yield caller
-        caller.close()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            yield generation_pb2_grpc.GenerationServiceStub(channel)
     finally:
         await server.stop(None)
 
 
 async def run(gateway: Gateway, workload: Workload) -> list[Record]:
     done: list[Record] = []
-    async with caller_of(gateway) as caller:
-        records = await load.run(workload, [caller], done.append)
+    async with stub_of(gateway) as stub:
+        records = await load.run(workload, [stub], done.append)
     assert records == done
     assert len(records) == workload.num_requests
     return records
@@ -94,8 +92,8 @@ async def test_a_closed_loop_keeps_so_many_running() -> None:
 async def test_an_open_loop_waits_for_nobody() -> None:
     """All requests arrive although none is answered."""
     gateway = Gateway(gate=asyncio.Event())
-    async with caller_of(gateway) as caller:
-        running = asyncio.create_task(load.run(replace(WORKLOAD, rate=2000.0, concurrency=1), [caller], lambda _: None))
+    async with stub_of(gateway) as stub:
+        running = asyncio.create_task(load.run(replace(WORKLOAD, rate=2000.0, concurrency=1), [stub], lambda _: None))
         async with asyncio.timeout(10):
             while gateway.running < 12:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
@@ -112,8 +110,9 @@ async def test_what_goes_wrong_is_an_error() -> None:
 
 
 async def test_nobody_there_is_an_error_not_an_exception() -> None:
-    message = load.request(WORKLOAD, 0).SerializeToString()
-    record = await load.measure(Caller("127.0.0.1:1"), message, WORKLOAD, due_s=0.0)
+    async with grpc.aio.insecure_channel("127.0.0.1:1") as channel:
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        record = await load.measure(stub, load.request(WORKLOAD, 0), WORKLOAD, due_s=0.0)
     assert record.error == "UNAVAILABLE"
 
 
