@@ -35,6 +35,8 @@ class Costs:
 
     weight_bytes: float
     body_parameters: int
+    ending_parameters: int
+    """of them those behind the last layer's attention, which only tokens with wanted logits need"""
     head_parameters: int
     kv_bytes_per_token: int
     attention_width: int
@@ -47,9 +49,12 @@ class Costs:
         head = facts.vocab_size * config.hidden_size
         # An embedding that isn't the head is read a row per token.
         body = facts.num_parameters - head * (1 if config.tie_word_embeddings else 2)
+        kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        qkv = config.hidden_size * (config.num_attention_heads + 2 * kv_heads) * facts.head_dim
         return cls(
             weight_bytes=(layer_share * body + head) * dtype.itemsize,
             body_parameters=body,
+            ending_parameters=body // facts.num_layers - qkv,
             head_parameters=head,
             kv_bytes_per_token=facts.kv_bytes_per_token(dtype.itemsize),
             attention_width=config.num_attention_heads * facts.head_dim * facts.num_layers,
@@ -61,8 +66,8 @@ class Costs:
             2
             * work.rows
             * (
-                self.body_parameters * work.tokens
-                + self.head_parameters * work.num_logits
+                (self.body_parameters - self.ending_parameters) * work.tokens
+                + (self.ending_parameters + self.head_parameters) * work.num_logits
                 + 2 * self.attention_width * work.tokens * visible
             )
         )

@@ -50,7 +50,7 @@ class DecodeSteps:
     def _bind(self, num_rows: int) -> None:
         width = self._tables.shape[1]
         with torch.inference_mode():
-            views = self._decoder.workspace.views(num_rows, num_rows)
+            views = self._decoder.workspace.views(num_rows, num_rows).body
             if self._generation != self._decoder.workspace.generation or len(self._bound) == MOST_BOUND:
                 self._take(self._tables)
             plan = StepPlan(

@@ -52,6 +52,8 @@ class Decoder:
             for rotary in {layer.rotary for layer in spec.layers if layer.rotary is not None}
         }
         self._body: list[Call] = []
+        self._ending: list[Call] = []
+        """of the wanted tokens only: what follows the last layer's attention"""
         self._tail = self._head()
         self._programs: tuple[Program, Program] | None = None
         self._num_skipped = torch.zeros(1, dtype=torch.int64)
@@ -59,50 +61,52 @@ class Decoder:
 
     def bind_caches(self, caches: list[LayerCache]) -> None:
         """One per layer, made by the same ops; before the first step."""
-        self._body = [self._embed()]
+        self._body, self._ending = [self._embed()], []
         for index, (layer, cache) in enumerate(zip(self.spec.layers, caches, strict=True)):
-            self._body += self._attention(f"layers.{index}", layer, cache)
-            self._body += self._mlp(f"layers.{index}")
+            self._body += self._ending + self._attention(f"layers.{index}", layer, cache)
+            self._ending = self._behind_attention(f"layers.{index}")
 
     def record(self) -> None:
         """Make programs of the calls, after `bind_caches`; for operations that only write into what they are given."""
-        views = self.workspace.views(2, 1)
+        views = self.workspace.views(2, 1).body
         a, b, c, d, e, f, g = (torch.zeros(1, dtype=torch.int32) for _ in range(7))  # only which is which counts
         plan = StepPlan(a, b, c, d, e, f, g, max_query_len=0, max_context_len=0)
         inputs = step_inputs(views, plan)
         self._programs = (
             Program(inputs, lambda: _walk(self._body, views, plan)),
-            Program(inputs, lambda: _walk(self._tail, views, plan)),
+            Program(inputs, lambda: _walk(self._ending + self._tail, views, plan)),
         )
         if isinstance(self._ops, CppOps):
             choices = ChoiceTensors(torch.zeros(1), torch.zeros(1), torch.zeros(1))
             inputs = inputs + choice_inputs(choices)
             choose = self._best_two(self._ops) if isinstance(self._ops, DraftOps) else self._choose_head(self._ops)
 
-            def all_calls() -> None:
-                _walk(self._body, views, plan)
+            def ending() -> None:
+                _walk(self._ending, views, plan)
                 choose(views, choices)
 
-            self._choosing = Program(inputs, lambda: choose(views, choices)), Program(inputs, all_calls)
+            def all_calls() -> None:
+                _walk(self._body, views, plan)
+                ending()
+
+            self._choosing = Program(inputs, ending), Program(inputs, all_calls)
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> torch.Tensor:
         """Write the plan's keys and values; float32 logits [L, vocab_size], valid until the next call."""
-        num_logits = len(plan.logit_indices)
-        views = self.workspace.views(len(plan.token_ids), num_logits)
+        views = self.workspace.views(len(plan.token_ids), len(plan.logit_indices))
         if self._programs is None:
-            _walk(self._body, views, plan)
+            _walk(self._body, views.body, plan)
         else:
-            self._programs[0].run(step_inputs(views, plan))
-        if num_logits == 0:
-            return views.logits
-        if views.last is not views.hidden:
-            torch.index_select(views.hidden, 0, plan.logit_indices, out=views.last)
+            self._programs[0].run(step_inputs(views.body, plan))
+        if len(plan.logit_indices) == 0:
+            return views.ending.logits
+        views.begin_ending(plan.logit_indices)
         if self._programs is None:
-            _walk(self._tail, views, plan)
+            _walk(self._ending + self._tail, views.ending, plan)
         else:
-            self._programs[1].run(step_inputs(views, plan))
-        return views.logits
+            self._programs[1].run(step_inputs(views.ending, plan))
+        return views.ending.logits
 
     @property
     def whole_step(self) -> Program | None:
@@ -122,10 +126,9 @@ class Decoder:
         if self._programs is None or self._choosing is None:
             raise RuntimeError("steps that choose are recorded")
         views = self.workspace.views(len(plan.token_ids), len(plan.logit_indices))
-        self._programs[0].run(step_inputs(views, plan))
-        if views.last is not views.hidden:
-            torch.index_select(views.hidden, 0, plan.logit_indices, out=views.last)
-        self._choosing[0].run(step_inputs(views, plan) + choice_inputs(choices))
+        self._programs[0].run(step_inputs(views.body, plan))
+        views.begin_ending(plan.logit_indices)
+        self._choosing[0].run(step_inputs(views.ending, plan) + choice_inputs(choices))
 
     # --------------------------------------------------------------------------------------------- the list of calls
 
@@ -150,7 +153,6 @@ class Decoder:
             *(self._row_norms(name) if spec.head_norms == "row" else ()),
             lambda views, plan: rotate_write(views.qkv, heads, norms, rotary, plan, cache, views.queries),
             lambda views, plan: attend(views.queries, heads, rule, plan, cache, views.attended),
-            *self._added(f"{name}.out", f"{name}.attention_post_norm", lambda views: views.attended),
         ]
 
     def _row_norms(self, name: str) -> tuple[Call, Call]:
@@ -162,10 +164,12 @@ class Decoder:
             lambda views, plan: rms_norm(views.key_part, key, eps, views.key_part),
         )
 
-    def _mlp(self, name: str) -> list[Call]:
+    def _behind_attention(self, name: str) -> list[Call]:
+        """The rest of a layer, where each token is by itself: attended and hidden → hidden, by way of normed."""
         gate_up, activation = self._packed(f"{name}.gate_up"), self.spec.activation
         up = self._ops.linear_gated if self.spec.gated else self._ops.linear_activation
         return [
+            *self._added(f"{name}.out", f"{name}.attention_post_norm", lambda views: views.attended),
             *(() if self.spec.parallel else (self._normed(f"{name}.mlp_norm"),)),
             lambda views, plan: up(views.normed, gate_up, activation, views.mlp),
             *self._added(f"{name}.down", f"{name}.mlp_post_norm", lambda views: views.mlp),
@@ -194,8 +198,8 @@ class Decoder:
         spec, linear, weight = self.spec, self._ops.linear, self._packed("head")
         norm = self._norm("final_norm")
         return [
-            lambda views, plan: norm(views.last, views.last_normed),
-            lambda views, plan: linear(views.last_normed, weight, views.logits, spec.logit_scale, spec.logit_softcap),
+            lambda views, plan: norm(views.hidden, views.normed),
+            lambda views, plan: linear(views.normed, weight, views.logits, spec.logit_scale, spec.logit_softcap),
         ]
 
     def _choose_head(self, ops: CppOps) -> Callable[[Views, ChoiceTensors], None]:
@@ -205,9 +209,9 @@ class Decoder:
         norm = self._norm("final_norm")
 
         def call(views: Views, choices: ChoiceTensors) -> None:
-            norm(views.last, views.last_normed)
+            norm(views.hidden, views.normed)
             ops.choose_head(
-                views.last_normed,
+                views.normed,
                 weight,
                 screen,
                 spec.logit_scale,
@@ -226,8 +230,8 @@ class Decoder:
         spec, weight, norm = self.spec, self._packed("head"), self._norm("final_norm")
 
         def call(views: Views, choices: ChoiceTensors) -> None:
-            norm(views.last, views.last_normed)
-            ops.linear(views.last_normed, weight, views.logits, spec.logit_scale, spec.logit_softcap)
+            norm(views.hidden, views.normed)
+            ops.linear(views.normed, weight, views.logits, spec.logit_scale, spec.logit_softcap)
             ops.best_two(views.logits, choices.temperatures, choices.keys, choices.token_ids)
 
         return call

@@ -174,7 +174,7 @@ class DecoderModel:
     def forward_with_features(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """The logits, and what the head made them of: [L, hidden] of the model's dtype, valid as long."""
         logits = self._as_it_is(batch)
-        return logits, self._decoder.workspace.views(len(batch.token_ids), len(batch.logit_indices)).last_normed
+        return logits, self._decoder.workspace.views(len(batch.token_ids), len(batch.logit_indices)).ending.normed
 
     def _as_it_is(self, batch: Batch) -> torch.Tensor:
         return self._decoder.forward(self._plans.build(batch))

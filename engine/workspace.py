@@ -8,11 +8,14 @@ For T tokens, A being the model's dtype:
     attended A       [T, Q]
     mlp      A       [T, mlp]
     added    float32 [T, hidden]      a product on its way through a norm, where one follows
+
+Behind the last layer's attention no token looks at another, so only the L tokens whose logits are wanted go on from
+there: the *ending* works in views of L rows, into which what it begins with is copied unless all tokens are wanted.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -39,9 +42,6 @@ class Views:
     attended: torch.Tensor
     mlp: torch.Tensor
     added: torch.Tensor
-    last: torch.Tensor
-    """float32 [L, hidden]: rows of hidden whose logits are wanted; hidden itself if all are"""
-    last_normed: torch.Tensor
     logits: torch.Tensor
     """float32 [L, vocab_size]"""
 
@@ -75,8 +75,6 @@ def step_inputs(views: Views, plan: StepPlan) -> list[torch.Tensor]:
         views.attended,
         views.mlp,
         views.added,
-        views.last,
-        views.last_normed,
         views.logits,
         plan.token_ids,
         plan.positions,
@@ -86,6 +84,21 @@ def step_inputs(views: Views, plan: StepPlan) -> list[torch.Tensor]:
         plan.block_tables,
         plan.logit_indices,
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class StepViews:
+    """Of one step."""
+
+    body: Views
+    ending: Views
+    """of L rows; the same as `body` if all tokens are wanted"""
+
+    def begin_ending(self, logit_indices: torch.Tensor) -> None:
+        """Copy the wanted tokens' rows of what the ending begins with."""
+        if self.ending is not self.body:
+            for name in ("hidden", "normed", "attended"):
+                torch.index_select(getattr(self.body, name), 0, logit_indices, out=getattr(self.ending, name))
 
 
 class Workspace:
@@ -99,7 +112,7 @@ class Workspace:
         self._num_logits = 0
         self.generation = 0
         """rises when views from before are of buffers that aren't used any more"""
-        self._views: tuple[int, int, Views] | None = None
+        self._views: tuple[int, int, StepViews] | None = None
 
     def reserve(self, num_tokens: int, num_logits: int) -> None:
         """Make sure that steps of up to so many tokens and logits allocate nothing."""
@@ -120,9 +133,10 @@ class Workspace:
             self._num_logits = n = _rounded(num_logits)
             self._last = self._empty(n, spec.hidden_size, torch.float32)
             self._last_normed = self._empty(n, spec.hidden_size, self._dtype)
+            self._last_attended = self._empty(n, spec.heads.num_heads * spec.heads.head_dim, self._dtype)
             self._logits = self._empty(min(n, _KEPT_LOGIT_ROWS), spec.vocab_size, torch.float32)
 
-    def views(self, num_tokens: int, num_logits: int) -> Views:
+    def views(self, num_tokens: int, num_logits: int) -> StepViews:
         """Valid until the next `reserve`; logits until the next step."""
         if self._views is None or self._views[:2] != (num_tokens, num_logits):
             if num_tokens > self._num_tokens or num_logits > self._num_logits:
@@ -130,16 +144,16 @@ class Workspace:
             self._views = (num_tokens, num_logits, self._cut(num_tokens, num_logits))
         return self._views[2]
 
-    def _cut(self, num_tokens: int, num_logits: int) -> Views:
+    def _cut(self, num_tokens: int, num_logits: int) -> StepViews:
         heads = self._spec.heads
         queries, keys = heads.num_heads * heads.head_dim, heads.kv_heads * heads.head_dim
-        hidden, qkv = self._hidden[:num_tokens], self._qkv[:num_tokens]
+        qkv = self._qkv[:num_tokens]
         if num_logits > len(self._logits):
             logits = self._empty(num_logits, self._spec.vocab_size, torch.float32)
         else:
             logits = self._logits[:num_logits]
-        return Views(
-            hidden=hidden,
+        body = Views(
+            hidden=self._hidden[:num_tokens],
             normed=self._normed[:num_tokens],
             qkv=qkv,
             query_part=qkv[:, :queries],
@@ -148,10 +162,19 @@ class Workspace:
             attended=self._attended[:num_tokens],
             mlp=self._mlp[:num_tokens],
             added=self._added[:num_tokens],
-            last=hidden if num_logits == num_tokens else self._last[:num_logits],
-            last_normed=self._last_normed[:num_logits],
             logits=logits,
         )
+        if num_logits == num_tokens:
+            return StepViews(body, body)
+        ending = replace(
+            body,
+            hidden=self._last[:num_logits],
+            normed=self._last_normed[:num_logits],
+            attended=self._last_attended[:num_logits],
+            mlp=body.mlp[:num_logits],
+            added=body.added[:num_logits],
+        )
+        return StepViews(body, ending)
 
     def _empty(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty((rows, columns), dtype=dtype, device=self._device)

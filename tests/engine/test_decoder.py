@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from engine.errors import UnsupportedModel
 from engine.families import FAMILIES
 from engine.kernels.selection import KERNELS
+from engine.kernels.torch_ops import TorchOps
 from engine.runner import ModelRunner
 from tests.engine.conftest import Sequences
 from tests.engine.models import CONFIGS
@@ -150,6 +152,28 @@ def test_a_step_without_logits(load):
     assert runner.forward(without).shape == (0, runner.info.vocab_size)
     expected = Sequences(runner).run(("b", 0, list(range(3, 21))))[-1:]
     assert torch.equal(state.run(("a", 17, [20])), expected)
+
+
+def test_behind_the_last_attention_only_wanted_tokens_go_on(tiny_model, monkeypatch):
+    num_rows = []
+    linear_gated = TorchOps.linear_gated
+
+    def counted(ops: TorchOps, x: torch.Tensor, *rest: Any) -> None:
+        num_rows.append(len(x))
+        linear_gated(ops, x, *rest)
+
+    monkeypatch.setattr(TorchOps, "linear_gated", counted)
+    runner = ModelRunner.load(
+        tiny_model("llama-grouped-biases"), route="decoder", kernels="torch", dtype="float32", num_blocks=64
+    )
+    state = Sequences(runner)
+    state.run(("a", 0, draw(1, 30)), ("b", 0, draw(2, 5)), logits="last")
+    num_layers = len(num_rows)
+    assert num_rows == [35] * (num_layers - 1) + [2]
+    num_rows.clear()
+    batch = state.batch(("a", 30, draw(3, 4)))
+    runner.forward(replace(batch, logit_indices=batch.logit_indices[:0]))
+    assert num_rows == [4] * (num_layers - 1)
 
 
 def test_a_step_of_a_known_size_makes_no_buffers(load):
