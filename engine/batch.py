@@ -66,6 +66,9 @@ class DecodeRows:
     """per row; 0 is greedy"""
     block_tables: np.ndarray
     """int32 [slots, B]: of every slot, as in `Batch`; one array for as long as it is wide enough"""
+    bell: int = -1
+    """an eventfd(2) to add 1 to once the interpreter's lock is let go; -1: none. Who waits for it may then run beside
+    the step, where one that is woken before would take the lock first"""
 
 
 @dataclass(slots=True)

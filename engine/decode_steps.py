@@ -37,7 +37,7 @@ class DecodeSteps:
             self._take(rows.block_tables)
         if num_rows not in self._bound:
             self._bind(num_rows)
-        tokens: list[int] = self._steps.run(rows.numbers, rows.temperatures, self._tables_tensor)
+        tokens: list[int] = self._steps.run(rows.numbers, rows.temperatures, self._tables_tensor, rows.bell)
         return tokens
 
     def _take(self, tables: np.ndarray) -> None:

@@ -35,6 +35,14 @@ BROKEN_AFTER = 2
 """rows that failed alone, with no success in between, after which the engine itself is to blame"""
 
 
+def _nothing() -> None:
+    return
+
+
+def _no_bell() -> int:
+    return -1
+
+
 class EngineBroken(RuntimeError):
     """The engine failed on every row it was given, more than once in a row."""
 
@@ -111,14 +119,18 @@ class Executor:
         self._block_size = sequences.limits.block_size
         self._clock = clock
         self._failed_in_a_row = 0
-        self._before_forward: Callable[[], None] = lambda: None
+        self._before_forward: Callable[[], None] = _nothing
+        self._bell: Callable[[], int] = _no_bell
 
-    def run(self, step: Step, before_forward: Callable[[], None] = lambda: None) -> StepOutcome:
+    def run(
+        self, step: Step, before_forward: Callable[[], None] = _nothing, bell: Callable[[], int] = _no_bell
+    ) -> StepOutcome:
         """Execute one step. Raises EngineBroken, and nothing else for whatever a row holds.
 
-        `before_forward` is called each time that the engine is about to be entered.
+        Each time that the engine is about to be entered, one of two is called: `before_forward`, or `bell` for the
+        event that the engine is to raise (`DecodeRows.bell`) where it can.
         """
-        self._before_forward = before_forward
+        self._before_forward, self._bell = before_forward, bell
         began_s = self._clock()
         settlement = Settlement(step)
         self.apply_slots(step)
@@ -265,7 +277,7 @@ class Executor:
         """One token for each position that samples, row after row, -1 where there is none; no logits are seen."""
         if all(plan.is_decode for plan in plans):
             rows = decode_rows(plans, self.sequences.block_tables)
-            self._before_forward()
+            rows.bell = self._bell()
             return chooser.decode(rows)
         batch, choices = build_batch(plans, self.sequences.block_tables, self._block_size), choices_of(plans)
         self._before_forward()

@@ -7,10 +7,12 @@ Step n + 1 starts after n has ended, or is put on the device behind it. A step t
 can be dropped. When the engine is beyond repair, or the code is wrong, the thread ends with its error in `failed`.
 
 Where the next step is there already, an outcome is told at the moment that this step enters the engine: both threads
-want the interpreter's lock, and the engine is where the step thread doesn't need it.
+want the interpreter's lock, and the engine is where the step thread doesn't need it. Waking the loop lets go of the
+lock, which the loop then keeps for as long as it has something to do; so an engine that can wakes it by itself, by an
+event, when it no longer needs the lock (`engine.batch.DecodeRows.bell`).
 
     step thread    … settle n │ plan n + 1 │ forward n + 1 ─────────────────────▶
-    loop thread                            │ outcome n → StepResult → gRPC
+    loop thread                              │ outcome n → StepResult → gRPC
 
 Where the engine runs ahead, steps are launched as they come and land when their tokens are there, which a thread of its
 own waits for (worker/run_ahead.py); the step thread sleeps between. What is called between steps lands them all first.
@@ -19,7 +21,9 @@ own waits for (worker/run_ahead.py); the step thread sleeps between. What is cal
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
 import queue
 import threading
 import time
@@ -62,6 +66,11 @@ class StepThread:
         self._last_step_s = 0.0
         self._owed: tuple[StepOutcome, int] | None = None
         """what the loop wasn't told yet; the step thread's own"""
+        self._told: deque[tuple[StepOutcome, int]] = deque()
+        """what the loop will deliver when it is woken, with their generations"""
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) if hasattr(os, "eventfd") else -1
+        if self._bell >= 0:
+            self._loop.add_reader(self._bell, self._rung)
         self._in_flight: deque[tuple[Launched, int]] = deque()
         """launched steps with their generations, oldest first; the step thread's own"""
         self._watched: queue.SimpleQueue[Launched | None] | None = None
@@ -159,6 +168,7 @@ class StepThread:
         finally:
             if self._watched is not None:
                 self._watched.put(None)
+            self._post(self._close_bell)
 
     def _run_step(self, step: Step, generation: int) -> None:
         if generation != self._generation or self._executor is None:
@@ -170,11 +180,11 @@ class StepThread:
         self._land_all()
         self._progress.began(time.monotonic())
         try:
-            outcome = self._executor.run(step, self._tell_owed)
+            outcome = self._executor.run(step, self._tell_owed, self._bell_of_owed)
         finally:
             self._progress.ended()
         self._last_step_s = outcome.duration_s
-        self._tell_owed()  # a step that computed nothing
+        self._tell_owed()  # a step that computed nothing, or didn't ring
         self._owed = outcome, generation
 
     def _launch(self, ahead: RunAhead, step: Step, generation: int) -> None:
@@ -214,17 +224,45 @@ class StepThread:
             if self._in_flight:
                 self._progress.began(time.monotonic())
         self._last_step_s = outcome.duration_s
-        self._post(self._deliver, outcome, generation)
+        self._told.append((outcome, generation))
+        self._tell_owed()
 
     def _tell_owed(self) -> None:
-        if self._owed is not None:
-            owed, self._owed = self._owed, None
-            self._post(self._deliver, *owed)
+        self._take_owed()
+        if self._told:
+            self._post(self._deliver)
 
-    def _deliver(self, outcome: StepOutcome, generation: int) -> None:
-        if generation == self._generation:
-            self._issued -= 1
-        self._on_outcome(outcome)
+    def _bell_of_owed(self) -> int:
+        """The event by which the engine wakes the loop; -1: nothing is owed, or it is told already."""
+        if self._bell < 0:
+            self._tell_owed()
+            return -1
+        self._take_owed()
+        return self._bell if self._told else -1
+
+    def _take_owed(self) -> None:
+        if self._owed is not None:
+            self._told.append(self._owed)
+            self._owed = None
+
+    def _rung(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._bell)
+        self._deliver()
+
+    def _deliver(self) -> None:
+        while self._told:
+            outcome, generation = self._told.popleft()
+            if generation == self._generation:
+                self._issued -= 1
+            self._on_outcome(outcome)
+
+    def _close_bell(self) -> None:
+        """The thread has ended: nobody rings."""
+        if self._bell >= 0:
+            self._loop.remove_reader(self._bell)
+            os.close(self._bell)
+            self._bell = -1
 
     def _post(self, function: Callable[..., None], *arguments: Any) -> None:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -153,6 +154,21 @@ def test_what_can_not_be_is_refused(tiny_model: Callable[[str], Path], load_runn
             runner.decode(DecodeRows(bad, [0.0], tables))
     with pytest.raises(RuntimeError, match="numbers per row"):
         runner.decode(DecodeRows(good[:4], [0.0], tables))
+
+
+def test_the_bell_is_raised_once_a_step(load_runner, tiny_model):
+    runner = load(load_runner, tiny_model("llama-grouped-biases"), "auto")
+    tables = np.zeros((1, 4), np.int32)
+    bell = os.eventfd(0, os.EFD_NONBLOCK)
+    try:
+        for _ in range(3):
+            runner.decode(DecodeRows([0, 0, 5, 0, 0], [0.0], tables, bell))
+        assert os.eventfd_read(bell) == 3
+        runner.decode(DecodeRows([0, 0, 5, 0, 0], [0.0], tables))
+        with pytest.raises(BlockingIOError):
+            os.eventfd_read(bell)
+    finally:
+        os.close(bell)
 
 
 def test_plain_torch_does_not_choose(

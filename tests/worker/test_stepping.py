@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -21,13 +22,21 @@ class GatedExecutor:
 
     def __init__(self) -> None:
         self.permits = threading.Semaphore(0)
+        self.takes_bell = False
+        self.rings = True
+        self.bells: list[int] = []
         self.entered: list[int] = []
         self.second = threading.Event()
         self.running = 0
         self.error: Exception | None = None
 
-    def run(self, step: Step, before_forward: Callable[[], None]) -> StepOutcome:
-        before_forward()
+    def run(self, step: Step, before_forward: Callable[[], None], bell: Callable[[], int]) -> StepOutcome:
+        if self.takes_bell:
+            self.bells.append(bell())
+            if self.rings and self.bells[-1] >= 0:
+                os.eventfd_write(self.bells[-1], 1)
+        else:
+            before_forward()
         self.running += 1
         assert self.running == 1
         self.entered.append(step.number)
@@ -81,6 +90,49 @@ async def test_a_queued_step_begins_before_the_loop_looks_at_the_one_before(thre
     assert outcomes.empty()
     executor.permits.release(1)
     assert [await next_number(outcomes) for _ in range(2)] == [1, 2]
+
+
+async def test_the_engine_s_bell_tells_of_the_step_before(thread: Any) -> None:
+    steps, executor, outcomes = thread
+    executor.takes_bell = True
+    steps.submit(Step(1, 1, 1))
+    steps.submit(Step(1, 1, 2))
+    executor.permits.release(1)
+    assert await next_number(outcomes) == 1
+    assert executor.entered == [1, 2]  # and the second one still waits
+    assert executor.bells[0] == -1
+    assert executor.bells[1] >= 0
+    executor.permits.release(1)
+    assert await next_number(outcomes) == 2
+
+
+async def test_an_engine_that_forgets_to_ring_delays_and_loses_nothing(thread: Any) -> None:
+    steps, executor, outcomes = thread
+    executor.takes_bell, executor.rings = True, False
+    steps.submit(Step(1, 1, 1))
+    steps.submit(Step(1, 1, 2))
+    executor.permits.release(1)
+    assert await asyncio.to_thread(executor.second.wait, 10)
+    assert outcomes.empty()
+    executor.permits.release(1)
+    assert [await next_number(outcomes) for _ in range(2)] == [1, 2]
+
+
+async def test_what_was_rung_for_comes_before_what_is_called_next(thread: Any) -> None:
+    """The loop is busy while the bell rings, and finds an answer of the step thread as well."""
+    steps, executor, outcomes = thread
+    executor.takes_bell = True
+    steps.submit(Step(1, 1, 1))
+    steps.submit(Step(1, 1, 2))
+    called = asyncio.ensure_future(steps.call(lambda _: None))
+    await asyncio.sleep(0)
+    executor.permits.release(2)
+    while steps._thread.is_alive() and not steps._jobs.empty():
+        threading.Event().wait(0.001)
+    called.add_done_callback(lambda _: outcomes.put_nowait(StepOutcome(1, 1, 99, [], [], [], [], [], [])))
+    await asyncio.wait_for(called, 10)
+    await asyncio.sleep(0)
+    assert [outcomes.get_nowait().number for _ in range(3)] == [1, 2, 99]
 
 
 async def test_settling_waits_for_the_running_step_and_drops_the_queued(thread: Any) -> None:

@@ -12,6 +12,7 @@
 
 #include <c10/core/InferenceMode.h>
 #include <torch/custom_class.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <unordered_map>
@@ -50,9 +51,11 @@ class DecodeSteps : public torch::CustomClassHolder {
     bound_[num_rows] = std::move(bound);
   }
 
-  // The numbers that were chosen; -1 as `choose` says. `numbers` are kNumbers per row.
+  // The numbers that were chosen; -1 as `choose` says. `numbers` are kNumbers per row; `bell` is an eventfd that is
+  // raised first, or -1: the interpreter's lock isn't held here.
   std::vector<int64_t> run(const std::vector<int64_t>& numbers, const std::vector<double>& temperatures,
-                           const at::Tensor& tables) {
+                           const at::Tensor& tables, int64_t bell) {
+    if (bell >= 0) ring(static_cast<int>(bell));
     const int64_t num_rows = static_cast<int64_t>(temperatures.size());
     const auto found = bound_.find(num_rows);
     TORCH_CHECK(found != bound_.end(), "nothing is bound for ", num_rows, " rows");
@@ -78,6 +81,12 @@ class DecodeSteps : public torch::CustomClassHolder {
     std::vector<at::Tensor> inputs;
     std::vector<at::Tensor> arrays;
   };
+
+  // One that can't be raised, since its reader is far behind, has been raised already.
+  static void ring(int bell) {
+    const uint64_t one = 1;
+    [[maybe_unused]] const ssize_t written = ::write(bell, &one, sizeof one);
+  }
 
   static void check(const std::vector<at::Tensor>& arrays, int64_t num_rows) {
     constexpr at::ScalarType types[kNumArrays] = {at::kInt, at::kInt,   at::kLong, at::kInt,
