@@ -51,14 +51,14 @@ def choose(
     load: Load,
     plain: Curve,
     drafting: Curve,
-    availability: Sequence[float] = (1.0,),
+    availability: Sequence[Sequence[float]] = (),
     margin: float = 0.0,
 ) -> Budget:
     """k per row for the most expected tokens per second, or none where that gains no more than `margin`.
 
     `survivals`: per row, falling weakly, as long as the row may draft; rows that are in the load alone need no entry.
-    `plain` and `drafting`: T(n) of steps without and with drafts. `availability`, by position, falls weakly, too;
-    positions beyond its last are like that.
+    `plain` and `drafting`: T(n) of steps without and with drafts. `availability`, per row and position, falls weakly,
+    too; positions beyond its last are like that. Empty: all drafts come.
     """
     num_tokens = load.num_rows + load.num_other_tokens
     nothing = Budget([0] * len(survivals), 1.0)
@@ -68,9 +68,8 @@ def choose(
     candidates.sort()
     best, best_count = (1.0 + margin) * load.num_rows / plain.at(num_tokens), 0
     expected, size = float(load.num_rows), float(num_tokens)
-    last = len(availability) - 1
-    for count, (minus_s, position, _) in enumerate(candidates[: load.max_draft_tokens], 1):
-        comes = availability[min(position, last)]
+    for count, (minus_s, position, row) in enumerate(candidates[: load.max_draft_tokens], 1):
+        comes = availability[row][min(position, len(availability[row]) - 1)] if availability else 1.0
         expected -= comes * minus_s
         size += comes
         rate = expected / drafting.at(size)

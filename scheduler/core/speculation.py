@@ -21,13 +21,14 @@ The caller passes steps and their outcomes; time comes in only as their duration
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from enum import Enum, auto
 from math import isfinite
 
-from scheduler.core.acceptance import AcceptanceCurve, PositionTotals, shifted, survival
-from scheduler.core.availability import Availability
+from scheduler.core.acceptance import PositionTotals, shifted, survival
 from scheduler.core.budget import Budget, Load, choose
 from scheduler.core.config import CoreConfig
+from scheduler.core.draft_kinds import DraftKinds, Kind, Known, kind_of
 from scheduler.core.row_drafts import RowDrafts, most_drafted, tokens_left
 from scheduler.core.sequence import Sequence
 from scheduler.core.step import Step, StepOutcome
@@ -94,9 +95,7 @@ class Speculation:
         self.gain = 1.0
         """expected tokens per second by those without drafts, as of the latest choice"""
         self.phase = Phase.MEASURING
-        self._curves = {True: AcceptanceCurve(), False: AcceptanceCurve()}
-        """by whether the temperature is 0"""
-        self.availability = Availability()
+        self.kinds = DraftKinds()
         self._plans = 0
         self._chooses = False
         """whether budgets are chosen here; with fixed ones nothing needs to be learned"""
@@ -163,7 +162,7 @@ class Speculation:
         curves = completed(plain, drafting), completed(drafting, plain)
         was_on = self.phase in (Phase.ON, Phase.MEASURING)
         margin = STAY if was_on else self._margin
-        shares = self.availability.shares(max_draft_tokens)
+        shares = self._by_kind(decodes, lambda known: known.availability.shares(max_draft_tokens))
         chosen = choose(survivals, load, *curves, shares, margin)
         if chosen and (dear := self._dear(decodes, chosen, load)):
             survivals = [[] if row in dear else survival for row, survival in enumerate(survivals)]
@@ -281,22 +280,29 @@ class Speculation:
         A draft worker has to read all of a sequence before its first guess. Of those that wait for their prompts each
         will be a row soon, so what pays for the few that run already may be over before that is earned back.
         """
-        curves = {greedy: curve.conditional(max_draft_tokens) for greedy, curve in self._curves.items()}
-        common = {greedy: survival(curve) for greedy, curve in curves.items()}
+        curves = self._by_kind(decodes, lambda known: known.acceptance.conditional(max_draft_tokens))
+        new = self._by_kind(decodes, lambda known: survival(known.acceptance.conditional(max_draft_tokens)))
         survivals = []
-        for sequence in decodes:
-            spec = sequence.request.spec
+        for sequence, curve, prior in zip(decodes, curves, new, strict=True):
             state = sequence.drafts
-            greedy = spec.greedy
-            if state is None and not begin:
-                positions = []
-            elif state is None:
-                positions = common[greedy]
+            if state is None:
+                positions = prior if begin else []
             else:
-                positions = survival(shifted(curves[greedy], state.evidence.odds_ratio))
+                positions = survival(shifted(curve, state.evidence.odds_ratio))
             most = most_drafted(sequence, max_draft_tokens)
             survivals.append(positions if most >= max_draft_tokens else positions[: max(0, most)])
         return survivals
+
+    def _by_kind(self, sequences: list[Sequence], value: Callable[[Known], list[float]]) -> list[list[float]]:
+        """Of each sequence, what `value` makes of what is known of its kind."""
+        values: dict[Kind, list[float]] = {}
+        found = []
+        for sequence in sequences:
+            kind = kind_of(sequence)
+            if kind not in values:
+                values[kind] = value(self.kinds.of(kind))
+            found.append(values[kind])
+        return found
 
     # ------------------------------------------------------------------------------------------------- learning
 
@@ -321,10 +327,11 @@ class Speculation:
 
     def _observe_drafts(self, step: Step, outcome: StepOutcome) -> None:
         num_positions = max(step.num_draft)
-        curves = {greedy: curve.conditional(num_positions) for greedy, curve in self._curves.items()}
+        curves = self._by_kind(step.sequences, lambda known: known.acceptance.conditional(num_positions))
         nothing = [0] * len(step.sequences)
         rows = zip(
             step.sequences,
+            curves,
             step.num_draft,
             outcome.num_drafted or nothing,
             outcome.num_accepted or nothing,
@@ -332,47 +339,40 @@ class Speculation:
             outcome.finish,
             strict=True,
         )
-        verdicts: dict[tuple[bool, int, int], int] = {}
-        for sequence, k, drafted, accepted, emitted, finish in rows:
+        verdicts: Counter[tuple[Kind, int, int]] = Counter()
+        for sequence, curve, k, drafted, accepted, emitted, finish in rows:
             if not k or not emitted or finish:
                 continue  # a run cut by its end says nothing of the tokens behind it
             state = sequence.drafts
             if state is None:
                 state = sequence.drafts = RowDrafts()
-            greedy = sequence.request.spec.greedy
+            kind = kind_of(sequence)
             if not drafted and state.unanswered >= UNANSWERED_STEPS:
                 # Nobody drafts for it, whatever the others get: as if every draft were wrong.
-                state.evidence.observe(1, 0, curves[greedy])
+                state.evidence.observe(1, 0, curve)
                 continue
-            self._observe_availability(state, k, drafted)
+            self._observe_availability(kind, state, k, drafted)
             if not drafted:
                 continue
             drafted = min(drafted, k)
-            state.evidence.observe(drafted, accepted, curves[greedy])
-            verdict = (greedy, drafted, accepted)
-            verdicts[verdict] = verdicts.get(verdict, 0) + 1
+            state.evidence.observe(drafted, accepted, curve)
+            verdicts[kind, drafted, accepted] += 1
             if state.waited > state.wait:
                 state.failed += not accepted
                 if accepted or state.failed >= ROW_TRIES:
                     state.end_probe(accepted > 0)
-        for (greedy, drafted, accepted), count in verdicts.items():
-            self._curves[greedy].observe(drafted, accepted, count)
+        for (kind, drafted, accepted), count in verdicts.items():
+            self.kinds.of(kind).acceptance.observe(drafted, accepted, count)
             self.totals.observe(drafted, accepted, count)
 
-    def _observe_availability(self, state: RowDrafts, k: int, drafted: int) -> None:
+    def _observe_availability(self, kind: Kind, state: RowDrafts, k: int, drafted: int) -> None:
         if drafted:
             state.unanswered = GRACE_STEPS
         else:
             state.unanswered += 1
             if state.unanswered <= GRACE_STEPS:
                 return
-        self.availability.observe(k, drafted)
-
-    # ------------------------------------------------------------------------------------------------ what is seen
-
-    def acceptance(self, greedy: bool, num_positions: int) -> list[float]:
-        """P(right | those before it are right) by position, as expected now."""
-        return self._curves[greedy].conditional(num_positions)
+        self.kinds.of(kind).availability.observe(k, drafted)
 
 
 def _measured_again_after(gain: float) -> int:

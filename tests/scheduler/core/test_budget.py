@@ -55,10 +55,11 @@ def test_nothing_else_would_be_better(
 SHARES = st.lists(st.floats(0.05, 1.0), min_size=1, max_size=4).map(lambda shares: sorted(shares, reverse=True))
 
 
-@given(SURVIVALS, CURVES, CURVES, SHARES, st.integers(0, 8), st.integers(0, 12))
+@given(SURVIVALS, CURVES, CURVES, st.lists(SHARES, min_size=1, max_size=3), st.integers(0, 8), st.integers(0, 12))
 def test_bounds_are_kept_and_nothing_is_ever_lost(
-    survivals: list[list[float]], plain: Curve, drafting: Curve, shares: list[float], others: int, most: int
+    survivals: list[list[float]], plain: Curve, drafting: Curve, kinds: list[list[float]], others: int, most: int
 ) -> None:
+    shares = [kinds[row % len(kinds)] for row in range(len(survivals))]
     found = choose(survivals, Load(len(survivals), others, most), plain, drafting, shares)
     assert len(found.drafts) == len(survivals)
     assert all(0 <= k <= len(row) for k, row in zip(found.drafts, survivals, strict=True))
@@ -68,7 +69,7 @@ def test_bounds_are_kept_and_nothing_is_ever_lost(
     if found:
         # What it says to gain is what comes of its own model: tokens that are there, by the time of those.
         num_rows = len(survivals)
-        there = [(s, [*shares, *[shares[-1]] * 9][j]) for k, row in zip(found.drafts, survivals, strict=True)
+        there = [(s, [*own, *[own[-1]] * 9][j]) for k, row, own in zip(found.drafts, survivals, shares, strict=True)
                  for j, s in enumerate(row[:k])]  # fmt: skip
         tokens = num_rows + sum(s * share for s, share in there)
         seconds = drafting.at(num_rows + others + sum(share for _, share in there))
@@ -135,7 +136,7 @@ def test_a_draft_worker_that_slows_the_target_has_to_pay_for_it() -> None:
     plain, row = linear(0.010, 0.0001), survival([0.5] * 2)
     assert choose([row], Load(1), plain, linear(0.016, 0.0001))
     assert not choose([row], Load(1), plain, linear(0.018, 0.0001))
-    assert not choose([row], Load(1), plain, linear(0.012, 0.0001), availability=(0.2,))
+    assert not choose([row], Load(1), plain, linear(0.012, 0.0001), availability=[(0.2,)])
 
 
 def test_tokens_that_seldom_come_in_time_are_not_asked_for() -> None:
@@ -143,8 +144,8 @@ def test_tokens_that_seldom_come_in_time_are_not_asked_for() -> None:
     assert choose([row], Load(1), curve, curve).drafts == [4]
     # A step with drafts takes longer: what must bring that has to be there.
     slower = linear(0.012, 0.0005)
-    assert choose([row], Load(1), curve, slower, (0.05,)).drafts == [0]
-    assert choose([row], Load(1), curve, slower, (1.0, 1.0, 0.05)).gain > 1.3
+    assert choose([row], Load(1), curve, slower, [(0.05,)]).drafts == [0]
+    assert choose([row], Load(1), curve, slower, [(1.0, 1.0, 0.05)]).gain > 1.3
 
 
 def test_a_margin_is_asked_for() -> None:

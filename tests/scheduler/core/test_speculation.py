@@ -10,16 +10,20 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tandem.v1 import types_pb2
 
 from scheduler.core import speculation
 from scheduler.core.acceptance import survival
 from scheduler.core.config import CoreConfig
+from scheduler.core.draft_kinds import kind_of
 from scheduler.core.sequence import Sequence
 from scheduler.core.speculation import Phase, Speculation
 from scheduler.core.step import Step, StepOutcome
 from tests.scheduler.core.builders import sequence_of
 
 CONFIG = CoreConfig()
+GREEDY, SAMPLED = (True, 0), (False, 0)
+NGRAM: int = types_pb2.SPECULATION_MODE_NGRAM
 
 
 @dataclass
@@ -115,7 +119,7 @@ def test_rows_that_nobody_drafts_for_do_not_speak_for_the_others() -> None:
     mute = machine.rows[0]
     machine.comes_for = lambda sequence: sequence is not mute
     budgets = machine.run(400)[-40:]
-    assert machine.spec.availability.shares(1)[0] > 0.9
+    assert machine.spec.kinds.of(SAMPLED).availability.shares(1)[0] > 0.9
     # It is asked for a token at most, which costs nothing while none comes.
     assert max(drafts[0] for drafts in budgets) <= 1
     assert sum(drafts[1] for drafts in budgets) > 3 * len(budgets)
@@ -222,14 +226,14 @@ def test_a_draft_worker_that_never_answers_and_slows_the_target_is_left_alone() 
     machine.add(1)
     machine.run(150)
     assert machine.spec.phase is Phase.OFF
-    assert machine.spec.availability.shares(1)[0] < 0.2
+    assert machine.spec.kinds.of(SAMPLED).availability.shares(1)[0] < 0.2
 
 
 def test_waiting_for_the_first_draft_is_not_held_against_it() -> None:
     machine = Machine(comes=0.0)
     machine.add(1)
     machine.run(5 + speculation.GRACE_STEPS)
-    assert machine.spec.availability.shares(1)[0] == 1.0
+    assert machine.spec.kinds.of(SAMPLED).availability.shares(1)[0] == 1.0
 
 
 def test_the_target_became_faster_without_drafts() -> None:
@@ -351,8 +355,8 @@ def test_temperatures_are_told_apart() -> None:
     machine.add(2, greedy=True)
     machine.add(2)
     machine.run(300)
-    assert machine.spec.acceptance(True, 1)[0] > 0.8
-    assert machine.spec.acceptance(False, 1)[0] < 0.35
+    assert machine.spec.kinds.of(GREEDY).acceptance.conditional(1)[0] > 0.8
+    assert machine.spec.kinds.of(SAMPLED).acceptance.conditional(1)[0] < 0.35
     assert sum(machine.spec.totals.tried) > sum(machine.spec.totals.accepted) > 0
 
 
@@ -363,3 +367,33 @@ def test_the_bounds_of_a_step(rows: int) -> None:
     for drafts in machine.run(60):
         assert sum(drafts) + rows <= 33
         assert max(drafts) <= 4
+
+
+def test_what_one_proposer_has_shown_says_nothing_of_another() -> None:
+    """Chats that a model guesses badly and late, then a copy, on a machine where only the copy pays."""
+    machine = Machine(
+        fixed=0.0065,
+        drafting=0.003,
+        right=lambda sequence: 0.95 if sequence.request.spec.speculation_mode == NGRAM else 0.3,
+    )
+    machine.comes = 0.5
+    machine.add(1, greedy=True)
+    machine.run(4000)
+    assert machine.spec.phase is Phase.OFF
+    for _ in range(3):
+        machine.rows.clear()
+        machine.comes = 1.0
+        machine.add(1, greedy=True, speculation_mode=NGRAM)
+        budgets = [k for (k,) in machine.run(40)]
+        assert sum(budgets[8:]) > 3 * len(budgets[8:]), budgets
+        machine.rows.clear()
+        machine.comes = 0.5
+        machine.add(1, greedy=True)
+        machine.run(200)
+        assert not any(k for (k,) in machine.run(8))
+
+
+def test_only_a_named_proposer_is_a_kind_of_its_own() -> None:
+    named = {"SPECULATION_MODE_NGRAM", "SPECULATION_MODE_MODEL", "SPECULATION_MODE_COMBINED"}
+    for name, mode in types_pb2.SpeculationMode.items():
+        assert kind_of(sequence_of(1, greedy=True, speculation_mode=mode)) == (True, mode if name in named else 0)
