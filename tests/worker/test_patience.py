@@ -8,7 +8,7 @@ from itertools import pairwise
 from math import inf
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from worker.patience import FEW, FIRST_GAP, LONGEST_GAP, LONGEST_S, SHARE, Exploration, Late, Pace, wait_s
@@ -64,6 +64,7 @@ LATENCIES = st.lists(st.one_of(st.floats(0, 0.1), st.just(inf)), min_size=FEW, m
 LATE = st.builds(row, st.floats(0, 0.05), st.floats(-1, 4))
 
 
+@example(rows=[(0.049999999999999996, 1.0, 0)], of_link=([0.1], [0.0]), rate=0.0)  # 0.1 - that is above LONGEST_S
 @given(
     st.lists(st.tuples(st.floats(0, 0.05), st.floats(-1, 4), st.integers(0, 1)), min_size=1, max_size=6),
     st.tuples(LATENCIES, LATENCIES),
@@ -77,18 +78,19 @@ def test_a_wait_never_costs_more_than_it_is_expected_to_bring_and_falls_with_the
     delta = wait_s(late, rate)
     assert 0 <= delta <= LONGEST_S
 
-    def worth(seconds: float) -> float:
+    def worth(seconds: float, rounding_s: float = 1e-9) -> float:
         total = -rate * seconds
         for waited_s, gain, link in rows:
             longer = [one for one in of_link[link] if one > waited_s]
-            in_time = [one for one in longer if one <= waited_s + seconds + 1e-9]
+            in_time = [one for one in longer if one <= waited_s + seconds + rounding_s]
             total += max(0.0, gain) * len(in_time) / len(longer) if longer else 0.0
         return total
 
     assert delta == 0 or worth(delta) > 0
     # Nothing on a grid is better, but for the hair's breadth above.
     hair = 1e-6 + 2e-9 * rate
-    assert all(worth(index * LONGEST_S / 40) <= max(0.0, worth(delta)) + hair for index in range(41))
+    grid = [worth(index * LONGEST_S / 40, rounding_s=-1e-9) for index in range(41)]
+    assert max(grid) <= max(0.0, worth(delta)) + hair
     assert wait_s(late, 2 * rate + 1) <= delta + 1e-12
 
 
