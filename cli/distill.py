@@ -61,17 +61,23 @@ def add_parser(commands: Subparsers) -> None:
 
 
 def _part(text: str) -> tuple[int, int]:
-    part, slash, parts = text.partition("/")
-    if not slash or not part.isdigit() or not parts.isdigit() or not 0 <= int(part) < int(parts):
+    part, parts = _two_numbers(text)
+    if part >= parts:
         raise argparse.ArgumentTypeError(f"{text!r} isn't I/N with 0 ≤ I < N, such as 0/2")
-    return int(part), int(parts)
+    return part, parts
 
 
 def _shards(text: str) -> tuple[int, int]:
-    first, slash, stride = text.partition("/")
-    if not slash or not first.isdigit() or not stride.isdigit() or int(stride) < 1:
+    first, stride = _two_numbers(text)
+    if stride < 1:
         raise argparse.ArgumentTypeError(f"{text!r} isn't I/N with 0 ≤ I and 1 ≤ N, such as 0/2 or 97/1")
-    return int(first), int(stride)
+    return first, stride
+
+
+def _two_numbers(text: str) -> tuple[int, int]:
+    """Of I/N; 0 and 0, which no caller takes, of anything else."""
+    one, slash, other = text.partition("/")
+    return (int(one), int(other)) if slash and one.isdigit() and other.isdigit() else (0, 0)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Callable
 from enum import Enum, auto
 from math import isfinite
+from typing import TypeVar
 
 from scheduler.core.acceptance import PositionTotals, shifted, survival
 from scheduler.core.budget import Budget, Load, choose
@@ -33,6 +34,8 @@ from scheduler.core.row_drafts import RowDrafts, most_drafted, tokens_left
 from scheduler.core.sequence import Sequence
 from scheduler.core.step import Step, StepOutcome
 from scheduler.core.step_time import Curve, StepTimes, completed
+
+T = TypeVar("T")
 
 MARGIN = 0.05
 """switched on only for more than this; twice as much after each time that didn't pay for long, up to LARGEST_MARGIN"""
@@ -280,22 +283,25 @@ class Speculation:
         A draft worker has to read all of a sequence before its first guess. Of those that wait for their prompts each
         will be a row soon, so what pays for the few that run already may be over before that is earned back.
         """
-        curves = self._by_kind(decodes, lambda known: known.acceptance.conditional(max_draft_tokens))
-        new = self._by_kind(decodes, lambda known: survival(known.acceptance.conditional(max_draft_tokens)))
+
+        def curve_and_survival(known: Known) -> tuple[list[float], list[float]]:
+            curve = known.acceptance.conditional(max_draft_tokens)
+            return curve, survival(curve)
+
         survivals = []
-        for sequence, curve, prior in zip(decodes, curves, new, strict=True):
+        for sequence, (curve, common) in zip(decodes, self._by_kind(decodes, curve_and_survival), strict=True):
             state = sequence.drafts
             if state is None:
-                positions = prior if begin else []
+                positions = common if begin else []
             else:
                 positions = survival(shifted(curve, state.evidence.odds_ratio))
             most = most_drafted(sequence, max_draft_tokens)
             survivals.append(positions if most >= max_draft_tokens else positions[: max(0, most)])
         return survivals
 
-    def _by_kind(self, sequences: list[Sequence], value: Callable[[Known], list[float]]) -> list[list[float]]:
+    def _by_kind(self, sequences: list[Sequence], value: Callable[[Known], T]) -> list[T]:
         """Of each sequence, what `value` makes of what is known of its kind."""
-        values: dict[Kind, list[float]] = {}
+        values: dict[Kind, T] = {}
         found = []
         for sequence in sequences:
             kind = kind_of(sequence)
