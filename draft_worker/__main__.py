@@ -18,7 +18,7 @@ from cluster.telemetry import Telemetry
 from draft_worker.announcement import Announcement
 from draft_worker.config import DraftWorkerConfig
 from draft_worker.drafting import Drafter, DraftThread
-from draft_worker.loading import load_proposer, worth_of
+from draft_worker.loading import cores_of, load_proposer, worth_of
 from draft_worker.mirrors import MirrorTable
 from draft_worker.servicer import DraftServicer
 from engine.errors import ModelError
@@ -30,7 +30,7 @@ SERVICE_NAME = "tandem.v1.DraftService"
 
 async def serve(config: DraftWorkerConfig) -> int:
     """Load, listen, announce, draft until told to stop; the exit status."""
-    servicer = DraftServicer(config.target)
+    servicer = DraftServicer(config.target, worth_of(config), cores_of(config))
     thread = DraftThread(servicer.deliver)
     servicer.inbox = thread.inbox
     server = create_server()
@@ -78,7 +78,7 @@ async def serve(config: DraftWorkerConfig) -> int:
 
 def _drafter(config: DraftWorkerConfig) -> Drafter:
     proposer = load_proposer(config)
-    mirrors = MirrorTable(config.max_mirrors, config.max_draft_tokens, proposer.sources, worth_of(config))
+    mirrors = MirrorTable(config.max_mirrors, config.max_draft_tokens, proposer.sources)
     return Drafter(proposer, mirrors, config.branches)
 
 

@@ -54,6 +54,8 @@ class Drafter:
         """Apply what workers sent; the answers that can be given at once."""
         for stream in delivery.ended_streams:
             self._forget(self.mirrors.drop_stream(stream))
+        for stream, worth in delivery.begun_streams.items():
+            self.mirrors.begin_stream(stream, worth)
         for stream, news in delivery.news.items():
             self._forget(self.mirrors.apply(stream, news))
         # Every opening and commit is answered, be it with no tail at all, so that silence means trouble; at once,

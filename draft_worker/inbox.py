@@ -11,6 +11,7 @@ import threading
 from dataclasses import dataclass, field
 
 from cluster.draft_news import Close, Commit, News, Open
+from draft_worker.mirror import Worth
 
 MAX_SLOTS = 4096
 
@@ -26,6 +27,8 @@ class _Slot:
 class Delivery:
     """Everything that waited."""
 
+    begun_streams: dict[int, Worth] = field(default_factory=dict)
+    """how far guesses for them go"""
     news: dict[int, News] = field(default_factory=dict)
     """by stream"""
     ended_streams: list[int] = field(default_factory=list)
@@ -38,8 +41,14 @@ class Inbox:
     def __init__(self) -> None:
         self._condition = threading.Condition()
         self._waiting: dict[int, dict[int, _Slot]] = {}
+        self._begun: dict[int, Worth] = {}
         self._ended: list[int] = []
         self._stopped = False
+
+    def begin_stream(self, stream: int, worth: Worth) -> None:
+        """A worker has come; its first news wake the drafting thread."""
+        with self._condition:
+            self._begun[stream] = worth
 
     def put(self, stream: int, news: News) -> None:
         """Add a worker's news."""
@@ -62,6 +71,7 @@ class Inbox:
         """A worker is gone."""
         with self._condition:
             self._waiting.pop(stream, None)
+            self._begun.pop(stream, None)
             self._ended.append(stream)
             self._condition.notify()
 
@@ -77,8 +87,10 @@ class Inbox:
             while wait and not (self._waiting or self._ended or self._stopped):
                 self._condition.wait()
             waiting, self._waiting = self._waiting, {}
+            begun, self._begun = self._begun, {}
             ended, self._ended = self._ended, []
-            return Delivery({stream: _news(slots) for stream, slots in waiting.items()}, ended, self._stopped)
+            news = {stream: _news(slots) for stream, slots in waiting.items()}
+            return Delivery(begun, news, ended, self._stopped)
 
 
 def _has_room(slots: dict[int, _Slot], slot: int) -> bool:

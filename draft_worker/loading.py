@@ -9,10 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cluster.cores import own_cores
 from cluster.logs import event
 from draft_worker.combined_proposer import CombinedProposer
 from draft_worker.config import DraftWorkerConfig
-from draft_worker.mirror import ALWAYS, OWN_DEVICE, SHARED_CORES, Worth
+from draft_worker.mirror import ALWAYS, OWN_DEVICE, Worth
 from draft_worker.ngram_proposer import NgramProposer
 from draft_worker.output_memory import OutputMemory
 from draft_worker.proposer import Proposer
@@ -40,13 +41,22 @@ def load_proposer(config: DraftWorkerConfig) -> Proposer:
 
 
 def worth_of(config: DraftWorkerConfig) -> Worth:
-    """How far guesses go: a model on the CPU takes cores from the target's, one on a device of its own nothing."""
-    if config.draft in ("fake", "ngram") or config.proposer == "ngram":
-        return ALWAYS
+    """How far guesses go for workers that compute elsewhere."""
+    return OWN_DEVICE if _has_model(config) else ALWAYS
+
+
+def cores_of(config: DraftWorkerConfig) -> str:
+    """Which cores a model computes on; empty where there is none, or where it has a device of its own."""
+    if not _has_model(config):
+        return ""
     import torch
 
     on_device = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
-    return OWN_DEVICE if on_device else SHARED_CORES
+    return "" if on_device else own_cores()
+
+
+def _has_model(config: DraftWorkerConfig) -> bool:
+    return config.draft not in ("fake", "ngram") and config.proposer != "ngram"
 
 
 def _index(config: DraftWorkerConfig) -> NgramProposer:

@@ -39,11 +39,13 @@ class Worth(NamedTuple):
     """for a token that the worker's next step could use"""
     ahead: float
     """for one that only a later step could use: it takes time from the target's model where they share cores"""
+    whole: bool = False
+    """whether the next step's draft goes out whole: what comes behind a part comes while the target computes"""
 
 
 ALWAYS = Worth(0.0, 0.0)
 OWN_DEVICE = Worth(0.05, 0.04)
-SHARED_CORES = Worth(0.3, 0.5)
+SHARED_CORES = Worth(0.3, 0.7, whole=True)
 
 
 @dataclass(slots=True, eq=False)
@@ -163,15 +165,17 @@ class Mirror:
     def wants_sending(self) -> bool:
         """Whether the guess should be sent now.
 
-        At once where a commit has left some of it; then in blocks of half a draft until there is a whole one, and when
-        it is complete: a message costs both sides more than a token is worth. Branches go out whole.
+        At once where a commit has left some of it; then in blocks of half a draft, where it has cores of its own, until
+        there is a whole one, and when it is complete: a message costs both sides more than a token is worth. Branches
+        go out whole.
         """
         if self.parent is not None:
             return self.num_sent == 0 and self.wanted == 0
         if self.must_send or (self.owes and not self.wanted):
             return True
         grown = len(self.guess) - self.num_sent
-        half = len(self.guess) <= self.max_draft and grown >= (self.max_draft + 1) // 2
+        block = self.max_draft if self.worth.whole else (self.max_draft + 1) // 2
+        half = len(self.guess) <= self.max_draft and grown >= block
         return grown > 0 and (half or self.wanted == 0 or self.num_sent < self.max_draft <= len(self.guess))
 
     def tail(self) -> Tail:

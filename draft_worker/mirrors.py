@@ -29,13 +29,13 @@ class MirrorTable:
         max_mirrors: int,
         max_draft_tokens: int,
         sources: frozenset[Source] = frozenset(Source),
-        worth: Worth = ALWAYS,
     ) -> None:
-        """sources: what the proposer serves; whoever wants another gets no drafts. worth: how far guesses go."""
+        """sources: what the proposer serves; whoever wants another gets no drafts."""
         self._max_mirrors = max_mirrors
         self._max_draft = max_draft_tokens
         self._sources = sources
-        self._worth = worth
+        self._worth: dict[int, Worth] = {}
+        """by stream"""
         self._mirrors: dict[tuple[int, int], Mirror] = {}
         self._turns = itertools.count(1)
         self.odds = Odds()
@@ -52,6 +52,10 @@ class MirrorTable:
     def get(self, stream: int, slot: int) -> Mirror | None:
         """The mirror of a slot."""
         return self._mirrors.get((stream, slot))
+
+    def begin_stream(self, stream: int, worth: Worth) -> None:
+        """How far guesses for its sequences go; ALWAYS where nothing is said."""
+        self._worth[stream] = worth
 
     def apply(self, stream: int, news: News) -> list[Mirror]:
         """Bring the mirrors up to date; returns those that are no more."""
@@ -78,6 +82,7 @@ class MirrorTable:
 
     def drop_stream(self, stream: int) -> list[Mirror]:
         """A worker is gone; returns the mirrors that are no more."""
+        self._worth.pop(stream, None)
         gone = [mirror for key, mirror in self._mirrors.items() if key[0] == stream]
         for mirror in gone:
             self.drop(mirror)
@@ -123,7 +128,7 @@ class MirrorTable:
             base_hash=prefix_hash(opening.token_ids),
             source=opening.source,
             tenant=opening.tenant,
-            worth=self._worth,
+            worth=self._worth.get(stream, ALWAYS),
             since=next(self._turns),
         )
         return gone

@@ -15,6 +15,7 @@ from cluster.errors import InvalidField, NotFound, abort
 from cluster.logs import event
 from draft_worker.convert import news_from_proto, tails_to_proto
 from draft_worker.inbox import Inbox
+from draft_worker.mirror import ALWAYS, SHARED_CORES, Worth
 
 logger = logging.getLogger(__name__)
 
@@ -26,9 +27,14 @@ MAX_TAILS = 8
 class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     """Everything happens on the event loop; the drafting thread is met through the inbox and `deliver`."""
 
-    def __init__(self, target: str) -> None:
-        """target is the served name of the model that is drafted for."""
+    def __init__(self, target: str, worth: Worth = ALWAYS, cores: str = "") -> None:
+        """target is the served name of the model that is drafted for.
+
+        worth: how far guesses go for workers that don't share `cores`, which this process's model computes on.
+        """
         self._target = target
+        self._worth = worth
+        self._cores = cores
         self._streams = itertools.count(1)
         self._outboxes: dict[int, Outbox] = {}
         self._closing = asyncio.Event()
@@ -48,16 +54,19 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     async def Draft(
         self, request_iterator: AsyncIterator[draft_pb2.DraftRequest], context: grpc.aio.ServicerContext
     ) -> None:
-        """One worker's stream. The first response is empty and comes at once: the worker is welcome."""
+        """One worker's stream. The first response comes at once: the worker is welcome."""
         hello = await self._hello(request_iterator, context)
         stream = next(self._streams)
         outbox = self._outboxes[stream] = Outbox()
-        event(logger, "worker linked", worker=hello.worker_id, stream=stream)
+        shares_cores = self._cores != "" and hello.cores == self._cores
+        self.inbox.begin_stream(stream, SHARED_CORES if shares_cores else self._worth)
+        event(logger, "worker linked", worker=hello.worker_id, stream=stream, shares_cores=shares_cores)
+        welcome = draft_pb2.DraftWelcome(shares_cores=shares_cores)
         parts = [
             asyncio.ensure_future(part)
             for part in (
                 self._read(stream, request_iterator),
-                _send(outbox, context, hello.vocab_size),
+                _send(outbox, context, welcome, hello.vocab_size),
                 self._closing.wait(),
             )
         ]
@@ -123,7 +132,9 @@ class Outbox:
         return [tail for tails in waiting.values() for tail in tails]
 
 
-async def _send(outbox: Outbox, context: grpc.aio.ServicerContext, vocab_size: int) -> None:
-    await context.write(draft_pb2.DraftResponse())
+async def _send(
+    outbox: Outbox, context: grpc.aio.ServicerContext, welcome: draft_pb2.DraftWelcome, vocab_size: int
+) -> None:
+    await context.write(draft_pb2.DraftResponse(welcome=welcome))
     while True:
         await context.write(tails_to_proto(await outbox.take(), vocab_size))

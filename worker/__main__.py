@@ -20,7 +20,7 @@ from worker.config import WorkerConfig
 from worker.draft_links import DraftLinks
 from worker.executor import Executor, NoDrafting
 from worker.inspection import look
-from worker.loading import load_engine
+from worker.loading import cores_of, load_engine
 from worker.profile import StepTimes, measure_step_times
 from worker.sequences import SequenceTable, limits_of
 from worker.stepping import CLOSE_TIMEOUT_S, StepThread
@@ -135,6 +135,7 @@ async def _build(worker: Worker) -> None:
             worker_id=worker_id,
             model=config.model_name,
             vocab_size=limits.vocab_size,
+            cores=cores_of(config),
             stall_s=config.draft_stall_s,
             on_change=worker.send_heartbeat,
         )

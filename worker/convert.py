@@ -118,9 +118,10 @@ def leaving_to_proto() -> scheduler_pb2.AttachRequest:
     return scheduler_pb2.AttachRequest(leaving=scheduler_pb2.WorkerLeaving())
 
 
-def draft_hello_to_proto(worker_id: str, model: str, vocab_size: int) -> draft_pb2.DraftRequest:
+def draft_hello_to_proto(worker_id: str, model: str, vocab_size: int, cores: str = "") -> draft_pb2.DraftRequest:
     """The first message of a draft stream."""
-    return draft_pb2.DraftRequest(hello=draft_pb2.DraftHello(worker_id=worker_id, model=model, vocab_size=vocab_size))
+    hello = draft_pb2.DraftHello(worker_id=worker_id, model=model, vocab_size=vocab_size, cores=cores)
+    return draft_pb2.DraftRequest(hello=hello)
 
 
 def news_to_proto(news: News) -> draft_pb2.DraftRequest:

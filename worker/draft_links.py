@@ -20,7 +20,7 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 from worker.drafting import DraftLink
-from worker.patience import LONGEST_S, Exploration, Late, Pace, wait_s
+from worker.patience import LONGEST_S, LOST_ON_SHARED_CORES, Exploration, Late, Pace, wait_s
 from worker.profile import StepTimes, added_s
 from worker.sequences import Sequence
 from worker.steps import StepOutcome
@@ -39,7 +39,8 @@ class _Missing(NamedTuple):
 
     @property
     def is_awaited(self) -> bool:
-        return self.link.drafting and not self.link.tail(self.sequence.slot, self.sequence.tokens, 1)
+        tails, sequence = self.link.tails, self.sequence
+        return self.link.drafting and tails.missing_since_s(sequence.slot, sequence.tokens) is not None
 
 
 class DraftLinks:
@@ -51,12 +52,16 @@ class DraftLinks:
         worker_id: str,
         model: str,
         vocab_size: int,
+        cores: str = "",
         stall_s: float = 2.0,
         on_change: Callable[[], None] = lambda: None,
         longest_wait_s: float = LONGEST_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """on_change: called when drafts can be had and could not before, or the reverse."""
+        """cores: which ones the target computes on; empty: it has a device of its own.
+
+        on_change: called when drafts can be had and could not before, or the reverse.
+        """
         self.longest_draft = 0
         """slots open for drafts of at least so many tokens; see TailTable"""
         self.step_times: StepTimes = []
@@ -66,6 +71,7 @@ class DraftLinks:
         self._worker_id = worker_id
         self._model = model
         self._vocab_size = vocab_size
+        self._cores = cores
         self._stall_s = stall_s
         self._on_change = on_change
         self._longest_wait_s = longest_wait_s
@@ -122,7 +128,8 @@ class DraftLinks:
         missing = self._missing(rows)
         late = self._late(missing, len(rows), now_s)
         rate = self._pace.tokens_per_s
-        delta_s = wait_s(late, rate, self._longest_wait_s)
+        shared = all(one.link.shares_cores for one in missing)
+        delta_s = wait_s(late, rate * LOST_ON_SHARED_CORES if shared else rate, self._longest_wait_s)
         exploring = delta_s <= 0
         if exploring:
             delta_s = self._exploration.wait_s(late, rate, self._longest_wait_s)
@@ -133,7 +140,11 @@ class DraftLinks:
         before()
         with self._arrived:
             self._arrived.wait_for(lambda: not any(one.is_awaited for one in missing), delta_s)
-        self._came_late = {one.sequence.slot for one in missing if one.link.drafting and not one.is_awaited}
+        self._came_late = {
+            one.sequence.slot
+            for one in missing
+            if one.link.drafting and one.link.tail(one.sequence.slot, one.sequence.tokens, 1)
+        }
         spent_s = self._clock() - now_s
         self.waited_s += spent_s
         if exploring:
@@ -224,6 +235,7 @@ class DraftLinks:
             worker_id=self._worker_id,
             model=self._model,
             vocab_size=self._vocab_size,
+            cores=self._cores,
             stall_s=self._stall_s,
             on_change=self._note_change,
             arrived=self._arrived,

@@ -57,15 +57,18 @@ class DraftLink:
         worker_id: str,
         model: str,
         vocab_size: int,
+        cores: str = "",
         stall_s: float = 2.0,
         on_change: Callable[[], None] = lambda: None,
         arrived: threading.Condition | None = None,
     ) -> None:
-        """arrived: notified when tails come."""
+        """cores: which ones the target computes on, if any; arrived: notified when tails come."""
         self.tails = TailTable(arrived)
         self.drafting = False
+        self.shares_cores = False
+        """whether the draft worker's model computes on the target's cores"""
         self.address = address
-        self._hello = draft_hello_to_proto(worker_id, model, vocab_size)
+        self._hello = draft_hello_to_proto(worker_id, model, vocab_size, cores)
         self._stall_s = stall_s
         self._on_change = on_change
         self._loop = asyncio.get_running_loop()
@@ -130,8 +133,9 @@ class DraftLink:
                 # Awaiting the end's status raises what the draft worker said.
                 raise LinkBroken(f"refused: {await call.details() or (await call.code()).name}")
             self._awaiting_since_s = None
+            self.shares_cores = welcome.welcome.shares_cores
             self._set_linked(True)
-            event(logger, "draft worker linked", draft_worker=self.address)
+            event(logger, "draft worker linked", draft_worker=self.address, shares_cores=self.shares_cores)
             parts = [asyncio.ensure_future(part) for part in (self._read(call), self._write(call), self._watch())]
             await until_one_ends(parts)
         finally:

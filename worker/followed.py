@@ -43,6 +43,10 @@ class Followed:
     """commits since a tail came"""
     told_s: float = 0.0
     """when the opening was sent, or the last commit noted"""
+    declined: int = 0
+    """what was told when it answered that no tail comes; 0: it hasn't"""
+    answered: bool = False
+    """whether it has said anything since the opening, which it has to read first"""
     awaited: bool = False
     """a step has waited since, and no tail has come yet"""
     tails: list[Tail] = field(default_factory=list)
@@ -85,8 +89,17 @@ class Followed:
         self.tails = [tail for tail in self.tails if self.ages[id(tail)] + 1 < MAX_COMMITS]
         self.ages = {id(tail): self.ages[id(tail)] + 1 for tail in self.tails}
 
+    @property
+    def owes(self) -> bool:
+        """Whether a tail may come soon: not while the opening is read, nor from one that is silent or said no."""
+        silent = self.silent_commits >= SILENT_COMMITS
+        return self.opening is None and self.answered and not silent and self.declined != self.told
+
     def keep(self, tail: Tail) -> None:
         """A tail that only lengthens another replaces it; beyond MAX_TAILS the oldest goes."""
+        self.answered = True
+        if not tail.token_ids:
+            self.declined = tail.base
         self.tails = [
             one for one in self.tails if one.base != tail.base or one.token_ids != tail.token_ids[: len(one.token_ids)]
         ]

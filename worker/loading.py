@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from cluster.cores import own_cores
 from cluster.logs import event
 from engine.batch import AheadEngine, Engine
 from engine.errors import ModelError
@@ -35,6 +36,15 @@ def load_engine(config: WorkerConfig) -> Engine:
         runs_ahead=isinstance(engine, AheadEngine) and engine.runs_ahead,
     )
     return engine
+
+
+def cores_of(config: WorkerConfig) -> str:
+    """Which cores the model computes on; empty where it has a device of its own."""
+    if config.engine == "fake":
+        return ""
+    from engine.runner import resolve_device
+
+    return own_cores() if resolve_device(config.device).type == "cpu" else ""
 
 
 def _fake(config: WorkerConfig) -> Engine:

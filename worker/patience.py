@@ -10,6 +10,9 @@ and 0 where nothing is above 0: with many rows, each of them waits for the few t
 latest late tails from the row's own draft worker that took no longer, among those that took longer than row i has
 waited already; tails that never came count as longer than any.
 
+On cores that a draft worker shares with the target a wait loses less. What the draft worker does in it, it does in
+any case, and beside a step it takes the time from that; so only LOST_ON_SHARED_CORES of Θ · δ counts.
+
     P │              ┌────────        the sum can be highest only where P rises, so only those δ are looked at
       │      ┌───────┘
       │  ┌───┘
@@ -33,6 +36,8 @@ FIRST_ACCEPTED = 1.0
 """tokens that a draft is thought to bring before one has come"""
 FIRST_DRAFTED = 2.0
 """tokens that it is thought to have"""
+LOST_ON_SHARED_CORES = 0.5
+"""of a wait for a draft worker there: the messages' share"""
 MEMORY = 24.0
 """steps that weigh about as much as all before them"""
 LATE_MEMORY = 64.0

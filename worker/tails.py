@@ -23,7 +23,7 @@ from math import inf
 
 from cluster.draft_news import Close, Commit, News, Open, Tail
 from engine.prefix_hash import prefix_hash
-from worker.followed import SILENT_COMMITS, Followed
+from worker.followed import Followed
 from worker.sequences import Sequence
 
 MAX_PENDING_TOKENS = 256
@@ -100,11 +100,11 @@ class TailTable:
     def missing_since_s(self, slot: int, tokens: list[int]) -> float | None:
         """Where a step finds no tail: when the draft worker was told what it owes one for.
 
-        None where there is a tail, and where waiting is vain: the slot isn't open yet, or the draft worker is silent.
+        None where there is a tail, and where waiting is vain (`Followed.owes`).
         """
         with self._lock:
             followed = self._followed.get(slot)
-            if followed is None or followed.opening is not None or followed.silent_commits >= SILENT_COMMITS:
+            if followed is None or not followed.owes:
                 return None
             return None if followed.rest(tokens, 1) else followed.told_s
 
@@ -171,9 +171,10 @@ class TailTable:
                 followed.heard = max(followed.heard, tail.base)
                 followed.silent_commits = 0
                 kept += 1
-                if followed.awaited and tail.base == followed.told and tail.token_ids:
+                if followed.awaited and tail.base == followed.told:
                     followed.awaited = False
-                    self.latencies.append(self._clock() - followed.told_s)
+                    if tail.token_ids:
+                        self.latencies.append(self._clock() - followed.told_s)
             if kept:
                 self._lock.notify_all()
         return kept

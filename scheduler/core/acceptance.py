@@ -25,7 +25,7 @@ FIRST_GUESS = 0.7
 """of a draft worker of which nothing is known: high enough to be tried"""
 STRENGTH = 4.0
 """trials that a position's prior is worth"""
-ROW_STRENGTH = 8.0
+ROW_STRENGTH = 4.0
 """right tokens, and wrong ones, that a row's likeness to the others is worth"""
 CURVE_MEMORY = 512.0
 """trials of a position that weigh about as much as all before them"""

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 ROW_WAIT = 16
 """steps without a budget while others have one, before a row is probed; twice as many after each probe in vain"""
 LONGEST_ROW_WAIT = 256
+READING_STEPS = 2
+"""with a budget, in which a draft worker may still be reading the sequence, if no draft comes before"""
 
 
 @dataclass(slots=True)
@@ -35,6 +37,11 @@ class RowDrafts:
             self.waited = self.wait = ROW_WAIT
         else:
             self.waited, self.wait = 0, min(2 * self.wait, LONGEST_ROW_WAIT)
+
+
+def may_be_read(sequence: Sequence, k: int) -> bool:
+    """Whether a draft worker may be reading a row with such a budget; what that costs isn't the draft's."""
+    return k > 0 and (sequence.drafts is None or sequence.drafts.unanswered < READING_STEPS)
 
 
 def tokens_left(sequence: Sequence) -> int:

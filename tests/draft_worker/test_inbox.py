@@ -6,6 +6,7 @@ import threading
 
 from cluster.draft_news import Close, Commit, News, Open
 from draft_worker.inbox import Inbox
+from draft_worker.mirror import ALWAYS, SHARED_CORES
 
 
 def opening(slot: int, generation: int) -> Open:
@@ -54,6 +55,17 @@ def test_an_ended_stream_leaves_nothing_behind() -> None:
     inbox.end_stream(1)
     delivery = inbox.take(wait=True)
     assert (delivery.news, delivery.ended_streams, delivery.stopped) == ({}, [1], False)
+
+
+def test_how_far_guesses_go_is_known_before_a_streams_first_news() -> None:
+    inbox = Inbox()
+    inbox.begin_stream(1, SHARED_CORES)
+    inbox.begin_stream(2, ALWAYS)
+    inbox.end_stream(2)
+    inbox.put(1, News(opens=[opening(0, 1)]))
+    delivery = inbox.take(wait=True)
+    assert (delivery.begun_streams, list(delivery.news)) == ({1: SHARED_CORES}, [1])
+    assert not inbox.take(wait=False).begun_streams
 
 
 def test_waiting_ends_with_news_or_a_stop() -> None:

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from cluster.cores import own_cores
 from draft_worker.config import DraftWorkerConfig
-from draft_worker.loading import load_proposer
-from draft_worker.mirror import Mirror
+from draft_worker.loading import cores_of, load_proposer, worth_of
+from draft_worker.mirror import ALWAYS, OWN_DEVICE, Mirror, Worth
 from draft_worker.ngram_proposer import NgramProposer
 from engine.errors import ModelError, VocabularyMismatch
 
@@ -82,6 +83,17 @@ def test_outputs_are_remembered_for_tenants_unless_all_is_said() -> None:
         proposer = load_proposer(config(draft="ngram", **flags))
         assert isinstance(proposer, NgramProposer)
         assert (proposer.memory.serves(b""), proposer.memory.serves(b"a")) == expected
+
+
+@pytest.mark.parametrize(
+    ("draft", "proposer", "worth", "has_cores"),
+    [("ngram", "auto", ALWAYS, False), ("fake", "auto", ALWAYS, False), ("folder", "ngram", ALWAYS, False),
+     ("folder", "auto", OWN_DEVICE, True)],
+)  # fmt: skip
+def test_only_a_model_takes_somebodys_cores(draft: str, proposer: str, worth: Worth, has_cores: bool) -> None:
+    settings = config(draft=draft, proposer=proposer, device="cpu")
+    assert worth_of(settings) == worth
+    assert cores_of(settings) == (own_cores() if has_cores else "")
 
 
 def test_ngram_never_imports_torch() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cluster.draft_news import Close, Commit, News, Open, Source
 from draft_worker.branching import COPIED_RIGHT
-from draft_worker.mirror import LOOKAHEAD, Mirror, RunnerUp, Worth
+from draft_worker.mirror import LOOKAHEAD, SHARED_CORES, Mirror, RunnerUp, Worth
 from draft_worker.mirrors import MirrorTable
 from engine.prefix_hash import prefix_hash
 
@@ -154,6 +154,17 @@ def test_tails_are_sent_in_blocks(table: MirrorTable) -> None:
     assert mirror.wants_sending()
 
 
+def test_on_the_targets_cores_the_next_draft_goes_out_whole(table: MirrorTable) -> None:
+    table.begin_stream(1, SHARED_CORES)
+    table.apply(1, News(opens=[opening(generation=2)]))
+    mirror, sent = mirror_of(table), []
+    while mirror.wanted:
+        mirror.guess.append(1)
+        if mirror.wants_sending():
+            sent.append(len(mirror.tail().token_ids))
+    assert sent == [4, 9]
+
+
 def test_whoever_wants_another_proposer_gets_no_mirror() -> None:
     table = MirrorTable(max_mirrors=4, max_draft_tokens=8, sources=frozenset({Source.ANY, Source.NGRAM}))
     wishes = [Source.ANY, Source.NGRAM, Source.MODEL, Source.COMBINED]
@@ -167,7 +178,8 @@ def test_whoever_wants_another_proposer_gets_no_mirror() -> None:
 
 def test_a_guess_ends_where_it_is_unlikely_to_be_reached() -> None:
     """Sooner beyond what the next step can use; a commit makes what is left likelier."""
-    table = MirrorTable(max_mirrors=4, max_draft_tokens=8, worth=Worth(next=0.2, ahead=0.6))
+    table = MirrorTable(max_mirrors=4, max_draft_tokens=8)
+    table.begin_stream(1, Worth(next=0.2, ahead=0.6))
     table.apply(1, News(opens=[opening()]))
     mirror = mirror_of(table)
     assert mirror.wanted == LOOKAHEAD * 4 + 1

@@ -112,7 +112,7 @@ async def test_it_announces_drafts_and_ends() -> None:
             call = draft_pb2_grpc.DraftServiceStub(channel).Draft()
             # The target says that it has 4 ids: what is 4 or more is never sent.
             await call.write(draft_pb2.DraftRequest(hello=draft_pb2.DraftHello(worker_id="w", model="m", vocab_size=4)))
-            assert (await call.read()) == draft_pb2.DraftResponse()
+            assert (await call.read()) == draft_pb2.DraftResponse(welcome=draft_pb2.DraftWelcome())
             opening = draft_pb2.DraftOpen(
                 slot=3,
                 generation=9,

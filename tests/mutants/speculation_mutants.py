@@ -43,8 +43,8 @@ SPECULATION: tuple[Mutant, ...] = (
     Mutant(
         "contention-unseen",
         "scheduler/core/speculation.py",
-        "            if drafted:\n                self.drafting_times.observe",
-        "            if drafted:\n                self.plain_times.observe",
+        "                    self.drafting_times.observe(",
+        "                    self.plain_times.observe(",
         ("tests/scheduler/core/test_speculation.py",),
     ),
     Mutant(

@@ -16,6 +16,7 @@ import pytest
 
 from cluster.draft_news import Tail
 from draft_worker.drafting import Drafter, DraftThread
+from draft_worker.mirror import ALWAYS, SHARED_CORES
 from draft_worker.mirrors import MirrorTable
 from draft_worker.model_proposer import ModelProposer
 from draft_worker.servicer import DraftServicer
@@ -79,9 +80,11 @@ class Chaos:
 
 
 @contextlib.asynccontextmanager
-async def drafting(num_branches: int, chaos: Chaos | None = None) -> AsyncIterator[tuple[str, DraftThread]]:
+async def drafting(
+    num_branches: int, chaos: Chaos | None = None, cores: str = ""
+) -> AsyncIterator[tuple[str, DraftThread]]:
     """A draft worker with the fake engine, which is wrong in three of ten contexts."""
-    servicer = DraftServicer("m")
+    servicer = DraftServicer("m", cores=cores)
     deliver = servicer.deliver
     if chaos is not None:
         chaos.deliver, deliver = servicer.deliver, chaos.pass_on
@@ -265,8 +268,9 @@ async def test_each_draft_worker_is_judged_by_its_own_latencies(make_rig: Any) -
     rig.step([(0, 0, 4), (1, 0, 4)])
     never, soon = (links._of_slot[slot] for slot in (0, 1))
     assert never is not soon
-    for link in (never, soon):
+    for link, slot in ((never, 0), (soon, 1)):
         link.tails.drain()
+        link.tails._followed[slot].answered = True
     waited = []
     for latency_s in (math.inf, 1e-3):
         never.tails.latencies.extend([math.inf] * 8)
@@ -277,6 +281,39 @@ async def test_each_draft_worker_is_judged_by_its_own_latencies(make_rig: Any) -
         links.wait([(rig.executor.sequences.get(slot), 4) for slot in (0, 1)], partial(before.append, None))
         waited.append(len(before))
     assert waited == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "shared"), [("host 0,1", "host 0,1", True), ("host 0,1", "host 2", False), ("", "", False)]
+)
+async def test_both_know_whether_they_share_cores(ours: str, theirs: str, shared: bool) -> None:
+    async with drafting(0, cores=theirs) as (address, thread), linked([address], "w", cores=ours) as links:
+        (link,) = links._linked()
+        assert link.shares_cores is shared
+        delivery = thread.inbox.take(wait=False)
+        assert list(delivery.begun_streams.values()) == [SHARED_CORES if shared else ALWAYS]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+async def test_on_shared_cores_a_wait_costs_less(make_rig: Any, shared: bool) -> None:
+    """What the draft worker does in it, it would do beside the step otherwise."""
+    links = DraftLinks(worker_id="w", model="m", vocab_size=260)
+    links.set_addresses(["127.0.0.1:1"])
+    rig = make_rig(links)
+    (link,) = links._links.values()
+    link.tails.link()
+    link.drafting, link.shares_cores = True, shared
+    params = SamplingParams(temperature=0.0, max_tokens=20)
+    rig.step([(0, len(PROMPT), 4)], admissions=[rig.admission(0, PROMPT, params=params)])
+    rig.step([(0, 0, 4)])
+    link.tails.drain()
+    link.tails._followed[0].answered = True
+    link.tails.latencies.extend([1e-3] * 8)
+    links._clock = lambda: link.tails._followed[0].told_s
+    links._pace.observe(15, 0.01)  # so a millisecond is worth one and a half tokens, and a draft brings one
+    before: list[None] = []
+    links.wait([(rig.executor.sequences.get(0), 4)], partial(before.append, None))
+    assert len(before) == shared
 
 
 async def test_no_link_no_wait(make_rig: Any) -> None:

@@ -335,7 +335,7 @@ def test_what_nobody_has_waited_for_tells_nothing() -> None:
     table = TailTable(clock=lambda: 10.0)
     table.link()
     followed = opened(table)
-    assert table.missing_since_s(0, followed.tokens) == 10.0
+    table.receive([tail_of(PROMPT, [1])])
     commit_of(table, followed, 1)
     assert table.missing_since_s(0, followed.tokens) == 10.0
     table.receive([tail_of(followed.tokens, [2])])
@@ -349,18 +349,35 @@ def test_what_nobody_has_waited_for_tells_nothing() -> None:
     assert list(table.latencies) == [inf]
 
 
+def test_nobody_waits_for_what_is_not_owed() -> None:
+    """The opening is being read first, which takes as long as it is; an empty tail says that none comes."""
+    table = TailTable(clock=lambda: 10.0)
+    table.link()
+    followed = opened(table)
+    assert table.missing_since_s(0, followed.tokens) is None, "being read"
+    table.receive([tail_of(PROMPT, [1])])
+    commit_of(table, followed, 2)
+    assert table.missing_since_s(0, followed.tokens) == 10.0
+    table.begin_wait(0)
+    table.receive([tail_of(followed.tokens, [])])
+    assert table.missing_since_s(0, followed.tokens) is None, "declined"
+    commit_of(table, followed, 3)
+    assert not table.latencies, "an answer, if not one that a latency can be read off"
+    assert table.missing_since_s(0, followed.tokens) == 10.0
+
+
 def test_how_long_late_tails_take_is_known() -> None:
     now = [10.0]
     table = TailTable(clock=lambda: now[0])
     table.link()
     followed = opened(table)
+    table.receive([tail_of(PROMPT, [1])])
+    commit_of(table, followed, 1)
     assert table.missing_since_s(0, followed.tokens) == 10.0
     table.begin_wait(0)
     now[0] = 10.5
-    table.receive([tail_of(PROMPT, [])])
-    assert not table.latencies
-    table.receive([tail_of(PROMPT, [1])])
-    table.receive([tail_of(PROMPT, [1, 2])])
+    table.receive([tail_of(followed.tokens, [1])])
+    table.receive([tail_of(followed.tokens, [1, 2])])
     assert list(table.latencies) == [0.5]
     # There in time: nothing is measured.
     commit_of(table, followed, 1)

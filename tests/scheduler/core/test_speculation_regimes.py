@@ -15,10 +15,12 @@ import pytest
 
 from scheduler.core.acceptance import survival
 from scheduler.core.config import CoreConfig
+from scheduler.core.row_drafts import READING_STEPS
 from scheduler.core.sequence import Sequence
-from scheduler.core.speculation import Phase, Speculation
+from scheduler.core.speculation import PROBE_ROWS, Phase, Speculation
 from scheduler.core.step import Step, StepOutcome
 from tests.scheduler.core.builders import sequence_of
+from tests.scheduler.core.test_speculation import Machine
 
 CONFIG = CoreConfig()
 OPEN_ROWS = 16
@@ -176,3 +178,15 @@ def test_on_where_it_pays_whatever_drifts(rows: int) -> None:
     market.gain(300)
     assert market.gain(2000) > 1.5
     assert market.spec.phase in (Phase.ON, Phase.MEASURING)
+
+
+@pytest.mark.parametrize(("rows", "unmeasured"), [(1, READING_STEPS), (PROBE_ROWS + 1, 0)])
+def test_steps_in_which_a_sequence_is_read_say_nothing_of_what_drafts_cost(rows: int, unmeasured: int) -> None:
+    machine = Machine(comes=0.0)
+    machine.add(rows)
+    while not any(machine.step()):
+        pass
+    for _ in range(unmeasured):
+        assert not machine.spec.drafting_times.observed
+        machine.step()
+    assert machine.spec.drafting_times.observed
