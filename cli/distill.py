@@ -33,7 +33,13 @@ def add_parser(commands: Subparsers) -> None:
     add("--start-from", type=Path, metavar="FOLDER", help="go on with this draft instead of the target's first layers")
     add("--work", type=Path, metavar="FOLDER", help="answers and checkpoints (default: OUT.work)")
     add("--layers", type=positive(int), default=2, metavar="N", help="of the draft; 2 … 4 make sense (default 2)")
-    add("--head-tokens", type=positive(int), default=12288, metavar="N", help="tokens it can guess (default 12288)")
+    add(
+        "--head-tokens",
+        type=positive(int),
+        default=12288,
+        metavar="N",
+        help="tokens it can guess (default 12288; at most those of --start-from)",
+    )
     add("--answer-tokens", type=positive(int), default=1_500_000, metavar="N", help="to learn from (default 1500000)")
     add(
         "--shards",

@@ -62,10 +62,10 @@ def _command(recipe: dict[str, Any], data: dict[str, Any]) -> str:
     names = ("steps", "batch_tokens", "learning_rate", "seed")
     flags: dict[str, Any] = {"target": "TARGET", "out": "FOLDER"}
     if recipe.get("start_from"):
-        # It decides the layers and the head.
-        flags["start_from"] = "BASE"
+        flags["start_from"] = "BASE"  # which decides the layers
     else:
-        flags |= {name: recipe[name] for name in ("layers", "head_tokens")}
+        flags["layers"] = recipe["layers"]
+    flags["head_tokens"] = recipe["head_tokens"]
     flags |= {name: recipe[name] for name in names if name in recipe}
     flags |= {name: data[name] for name in _DATA_FLAGS if name in data}
     return "tandem distill " + " \\\n    ".join(f"--{name.replace('_', '-')} {value}" for name, value in flags.items())

@@ -104,7 +104,7 @@ def _check(plan: Plan, opened: Opened) -> None:
 
 
 def _start(plan: Plan, opened: Opened) -> tuple[Recipe, DraftFolder | None]:
-    """A draft that is given decides the shape."""
+    """A draft that is given decides the layers, and which tokens the head may have."""
     if plan.start_from is None:
         return replace(plan.recipe, head_tokens=min(plan.recipe.head_tokens, opened.spec.vocab_size)), None
     try:
@@ -121,7 +121,7 @@ def _start(plan: Plan, opened: Opened) -> tuple[Recipe, DraftFolder | None]:
     recipe = replace(
         plan.recipe,
         layers=base.decoder["num_hidden_layers"],
-        head_tokens=len(base.tensors[HEAD_TOKEN_IDS]),
+        head_tokens=min(plan.recipe.head_tokens, len(base.tensors[HEAD_TOKEN_IDS])),
         start_from=hashlib.sha256((plan.start_from / WEIGHTS).read_bytes()).hexdigest(),
     )
     return recipe, base

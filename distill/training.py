@@ -192,13 +192,13 @@ class Trainer:
 
     def _start(self, report: Report) -> None:
         self._read_window()
+        known = None if self._base is None else self._base.tensors[HEAD_TOKEN_IDS]
+        records = (record for path in self._answers.train for record in read_shard(path))
+        self.token_ids = frequent_token_ids(records, self._opened.spec.vocab_size, self.recipe.head_tokens, known)
         if self._base is None:
-            records = (record for path in self._answers.train for record in read_shard(path))
-            self.token_ids = frequent_token_ids(records, self._opened.spec.vocab_size, self.recipe.head_tokens)
             explained = self.network.fit_lens(collated(self._records, self._order[:_LENS_BATCHES], self._device))
             report.note(f"the lens explains {explained:.1%} of the target's features")
         else:
-            self.token_ids = self._base.tensors[HEAD_TOKEN_IDS]
             with torch.no_grad():
                 for name, parameter in self.network.trained().items():
                     parameter.copy_(self._base.tensor(name, tuple(parameter.shape)))

@@ -12,15 +12,22 @@ _PROMPT_SHARE = 0.1
 """what a token in a prompt counts beside one in an answer"""
 
 
-def frequent_token_ids(records: Iterable[Record], vocab_size: int, size: int) -> torch.Tensor:
-    """int64 [at most size], ascending. Tokens never seen come last, low ids first: a BPE's are its frequent ones."""
+def frequent_token_ids(
+    records: Iterable[Record], vocab_size: int, size: int, among: torch.Tensor | None = None
+) -> torch.Tensor:
+    """int64 [at most size], ascending; all of them are `among` these ids, where such are given.
+
+    Tokens never seen come last, low ids first: a BPE's are its frequent ones.
+    """
     counts = torch.zeros(vocab_size, dtype=torch.float64)
     for record in records:
         tokens = record.tokens.long()
         counts += _PROMPT_SHARE * torch.bincount(tokens, minlength=vocab_size)
         counts += torch.bincount(tokens[record.predicting() + 1], minlength=vocab_size)
     counts -= torch.arange(vocab_size) * (0.5 * _PROMPT_SHARE / vocab_size)
-    return counts.topk(min(size, vocab_size)).indices.sort().values
+    if among is None:
+        among = torch.arange(vocab_size)
+    return among[counts[among].topk(min(size, len(among))).indices].sort().values
 
 
 def coverage(records: Sequence[Record], token_ids: torch.Tensor) -> float:

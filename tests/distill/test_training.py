@@ -139,6 +139,11 @@ def test_it_goes_on_with_a_draft(opened: Opened, data: Path, trained: Trainer, t
     assert torch.equal(again.token_ids, trained.token_ids)
     assert held_out_loss(again, data) == pytest.approx(held_out_loss(trained, data), abs=0.01)
     assert "lens explains" not in " ".join(watcher.notes)
+    (tmp_path / "smaller").mkdir()
+    smaller = Trainer(opened, answers(data), tmp_path / "smaller", replace(recipe, head_tokens=60), CPU, base)
+    smaller.run(Watcher())
+    assert len(smaller.token_ids) == 60
+    assert torch.isin(smaller.token_ids, trained.token_ids).all()
     with pytest.raises(Refused, match=r"start_from: .* was begun with its digest instead of another"):
         Trainer(opened, answers(data), tmp_path, replace(recipe, start_from="another"), CPU, base).run(Watcher())
 
