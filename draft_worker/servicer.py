@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import grpc
 from tandem.v1 import draft_pb2, draft_pb2_grpc
@@ -13,6 +13,7 @@ from tandem.v1 import draft_pb2, draft_pb2_grpc
 from cluster.draft_news import Tail
 from cluster.errors import InvalidField, NotFound, abort
 from cluster.logs import event
+from cluster.outgoing import Outgoing
 from draft_worker.convert import news_from_proto, tails_to_proto
 from draft_worker.inbox import Inbox
 from draft_worker.mirror import ALWAYS, SHARED_CORES, Worth
@@ -57,7 +58,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         """One worker's stream. The first response comes at once: the worker is welcome."""
         hello = await self._hello(request_iterator, context)
         stream = next(self._streams)
-        outbox = self._outboxes[stream] = Outbox()
+        outbox = self._outboxes[stream] = Outbox(hello.vocab_size)
         shares_cores = self._cores != "" and hello.cores == self._cores
         self.inbox.begin_stream(stream, SHARED_CORES if shares_cores else self._worth)
         event(logger, "worker linked", worker=hello.worker_id, stream=stream, shares_cores=shares_cores)
@@ -66,7 +67,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             asyncio.ensure_future(part)
             for part in (
                 self._read(stream, request_iterator),
-                _send(outbox, context, welcome, hello.vocab_size),
+                _send(outbox, context, welcome),
                 self._closing.wait(),
             )
         ]
@@ -106,9 +107,12 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
 class Outbox:
     """The latest tails of each slot; a slow worker never gets older ones, nor makes them pile up."""
 
-    def __init__(self) -> None:
+    def __init__(self, vocab_size: int) -> None:
+        """vocab_size is the target's."""
+        self.on_news: Callable[[], None] = _nothing
+        self._vocab_size = vocab_size
         self._tails: dict[int, list[Tail]] = {}
-        self._filled = asyncio.Event()
+        self._filled = False
 
     def put(self, tails: list[Tail]) -> None:
         """A tail takes the place of those after other tokens and of those that it only lengthens."""
@@ -122,19 +126,22 @@ class Outbox:
                 if (one.generation, one.base) == at and one.token_ids != tail.token_ids[: len(one.token_ids)]
             ]
             self._tails[tail.slot] = [*waiting[-MAX_TAILS + 1 :], tail]
-        self._filled.set()
+        self._filled = True
+        self.on_news()
 
-    async def take(self) -> list[Tail]:
-        """Everything that waits, once something does; [] is an answer, too."""
-        await self._filled.wait()
-        self._filled.clear()
+    def next_message(self) -> draft_pb2.DraftResponse | None:
+        """Everything that waits; no tails are an answer, too."""
+        if not self._filled:
+            return None
+        self._filled = False
         waiting, self._tails = self._tails, {}
-        return [tail for tails in waiting.values() for tail in tails]
+        return tails_to_proto([tail for tails in waiting.values() for tail in tails], self._vocab_size)
 
 
-async def _send(
-    outbox: Outbox, context: grpc.aio.ServicerContext, welcome: draft_pb2.DraftWelcome, vocab_size: int
-) -> None:
+async def _send(outbox: Outbox, context: grpc.aio.ServicerContext, welcome: draft_pb2.DraftWelcome) -> None:
     await context.write(draft_pb2.DraftResponse(welcome=welcome))
-    while True:
-        await context.write(tails_to_proto(await outbox.take(), vocab_size))
+    await Outgoing(context.write, outbox.next_message).follow(outbox)
+
+
+def _nothing() -> None:
+    """Nobody writes yet."""

@@ -31,6 +31,7 @@ from cluster.channel import (
     why_ended,
 )
 from cluster.logs import event
+from cluster.outgoing import Outgoing
 from worker.convert import draft_hello_to_proto, news_to_proto, tails_from_proto
 from worker.sequences import Sequence
 from worker.tails import TailTable
@@ -72,7 +73,7 @@ class DraftLink:
         self._stall_s = stall_s
         self._on_change = on_change
         self._loop = asyncio.get_running_loop()
-        self._noted = asyncio.Event()
+        self.on_news: Callable[[], None] = _nothing
         self._awaiting_since_s: float | None = None
 
     # ------------------------------------------------------------------------------------- from the executor's thread
@@ -93,7 +94,7 @@ class DraftLink:
         """See executor.Drafting."""
         if self.tails.has_news:
             try:
-                self._loop.call_soon_threadsafe(self._noted.set)
+                self._loop.call_soon_threadsafe(self._say)
             except RuntimeError:
                 # The loop is closed; the process is about to end.
                 return
@@ -136,7 +137,8 @@ class DraftLink:
             self.shares_cores = welcome.welcome.shares_cores
             self._set_linked(True)
             event(logger, "draft worker linked", draft_worker=self.address, shares_cores=self.shares_cores)
-            parts = [asyncio.ensure_future(part) for part in (self._read(call), self._write(call), self._watch())]
+            writing = Outgoing(call.write, self._next_message).follow(self)
+            parts = [asyncio.ensure_future(part) for part in (self._read(call), writing, self._watch())]
             await until_one_ends(parts)
         finally:
             await end_all(parts)
@@ -151,17 +153,17 @@ class DraftLink:
             self._awaiting_since_s = None
             self.tails.receive(tails_from_proto(message))
 
-    async def _write(self, call: grpc.aio.StreamStreamCall) -> None:
-        # While one write waits for a slow peer, news gathers in the table, where it is bounded.
-        while True:
-            await self._noted.wait()
-            self._noted.clear()
-            news = self.tails.drain()
-            if not news:
-                continue
-            if self._awaiting_since_s is None and (news.opens or news.commits):
-                self._awaiting_since_s = time.monotonic()
-            await call.write(news_to_proto(news))
+    def _say(self) -> None:
+        self.on_news()
+
+    def _next_message(self) -> draft_pb2.DraftRequest | None:
+        """What to write; while a write waits for a slow peer, news gathers in the table, where it is bounded."""
+        news = self.tails.drain()
+        if not news:
+            return None
+        if self._awaiting_since_s is None and (news.opens or news.commits):
+            self._awaiting_since_s = time.monotonic()
+        return news_to_proto(news)
 
     async def _watch(self) -> None:
         while True:
@@ -178,3 +180,7 @@ class DraftLink:
         if linked != self.drafting:
             self.drafting = linked
             self._on_change()
+
+
+def _nothing() -> None:
+    """Nobody writes at the moment."""

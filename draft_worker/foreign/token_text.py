@@ -5,7 +5,7 @@ characters (GPT-2), one with byte fallback has pieces such as <0xE5>, and for an
 decoder is asked, behind a token that keeps a leading space from being dropped. Special tokens stand for no text.
 
 Some tokenizers put a space before a text. A text that continues another one is encoded behind an anchor, a character
-whose tokens are dropped again.
+whose tokens are dropped again; behind another one where a token would stand for the anchor and for some of the text.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from tokenizers import Tokenizer, pre_tokenizers
 from engine.errors import IncompleteModel
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_ANCHORS = ("\n", ".", "a")
+_ANCHORS = ("\n", ".", "a", "~", "\x01")
+"""the last one is spelt in bytes where these are tokens, which join with nothing"""
 
 
 class Token(NamedTuple):
@@ -46,13 +47,13 @@ class TokenTexts:
     eos_ids: tuple[int, ...]
     """the main one first"""
     adds_bos: bool
-    _anchor: str = field(default="", init=False)
+    _anchors: tuple[str, ...] = field(default=(), init=False)
 
     def __post_init__(self) -> None:
         first = self.tokenizer.encode("a", add_special_tokens=False).ids
         if first and (self.bytes_of[first[0]] or b"").startswith(b" "):
-            clean = (one for one in _ANCHORS if all(self._is_clean(one, text) for text in ("b", " b", "\nb")))
-            self._anchor = next(clean, "")
+            texts = ("b", " b", "\nb")
+            self._anchors = tuple(one for one in _ANCHORS if all(self._is_clean(one, text) for text in texts))
 
     @classmethod
     def load(cls, folder: Path) -> TokenTexts:
@@ -79,14 +80,20 @@ class TokenTexts:
 
     def encode(self, text: str, at_start: bool = False) -> list[Token]:
         """The tokens of a text that continues another one, or begins one."""
-        anchor = "" if at_start else self._anchor
+        for anchor in () if at_start else self._anchors:
+            tokens = self._cut(anchor + text)
+            if not any(token.start < len(anchor) < token.end for token in tokens):
+                return [
+                    Token(token_id, start - len(anchor), end - len(anchor))
+                    for token_id, start, end in tokens
+                    if end > len(anchor)
+                ]
+        return self._cut(text)
+
+    def _cut(self, text: str) -> list[Token]:
         # The batch form lets other threads run meanwhile.
-        encoding = self.tokenizer.encode_batch([anchor + text], add_special_tokens=False)[0]
-        skip = len(anchor)
-        tokens = zip(encoding.ids, encoding.offsets, strict=True)
-        return [
-            Token(token_id, start - skip, end - skip) for token_id, (start, end) in tokens if end > skip or not skip
-        ]
+        encoding = self.tokenizer.encode_batch([text], add_special_tokens=False)[0]
+        return [Token(token_id, *offsets) for token_id, offsets in zip(encoding.ids, encoding.offsets, strict=True)]
 
     def _is_clean(self, anchor: str, text: str) -> bool:
         """Whether no token stands for the anchor and for a part of the text, and no space comes in between."""
