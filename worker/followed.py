@@ -46,7 +46,7 @@ class Followed:
     declined: int = 0
     """what was told when it answered that no tail comes; 0: it hasn't"""
     answered: bool = False
-    """whether it has said anything since the opening, which it has to read first"""
+    """whether it has said anything since the opening, which it has to read first: that takes longer than a tail does"""
     awaited: bool = False
     """a step has waited since, and no tail has come yet"""
     tails: list[Tail] = field(default_factory=list)
@@ -91,9 +91,8 @@ class Followed:
 
     @property
     def owes(self) -> bool:
-        """Whether a tail may come soon: not while the opening is read, nor from one that is silent or said no."""
-        silent = self.silent_commits >= SILENT_COMMITS
-        return self.opening is None and self.answered and not silent and self.declined != self.told
+        """Whether a tail may come: not before the opening is sent, nor from one that is silent or said no."""
+        return self.opening is None and self.silent_commits < SILENT_COMMITS and self.declined != self.told
 
     def keep(self, tail: Tail) -> None:
         """A tail that only lengthens another replaces it; beyond MAX_TAILS the oldest goes."""

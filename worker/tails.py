@@ -109,11 +109,11 @@ class TailTable:
             return None if followed.rest(tokens, 1) else followed.told_s
 
     def begin_wait(self, slot: int) -> None:
-        """A step begins to wait for the slot's tail."""
+        """A step begins to wait for the slot's tail. What it learns of latencies is not of the first, long one."""
         with self._lock:
             followed = self._followed.get(slot)
             if followed is not None:
-                followed.awaited = True
+                followed.awaited = followed.answered
 
     def __contains__(self, slot: int) -> bool:
         return slot in self._followed

@@ -9,6 +9,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Coroutine
 from typing import Any
 
@@ -150,3 +151,13 @@ def test_processes_with_a_model_share_the_interpreter_in_short_turns(
         sys.setswitchinterval(before)
     assert intervals == [pytest.approx(event_loop.SWITCH_INTERVAL_S)]
     assert intervals[0] < usual
+
+
+def test_its_clock_is_fine() -> None:
+    """Latencies are read off it."""
+
+    async def main() -> list[tuple[float, float, float]]:
+        loop = asyncio.get_running_loop()
+        return [(time.monotonic(), loop.time(), time.monotonic()) for _ in range(3)]
+
+    assert all(before <= now <= after for before, now, after in event_loop.run(main()))
