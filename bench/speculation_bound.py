@@ -20,6 +20,10 @@ from bench.speculation_runs import Run
 from scheduler.core.step_time import Curve
 
 
+NEAR = 0.25
+"""of a size: T(n) counts as measured where it was so near"""
+
+
 class Bound(NamedTuple):
     """Speed-ups that the formula gives."""
 
@@ -27,6 +31,8 @@ class Bound(NamedTuple):
     """where drafts cost the target no time"""
     in_turn: float
     """where target and draft worker take turns"""
+    measured: bool
+    """whether T(n) was measured at the sizes that it takes, or next to them"""
 
 
 def bound_of(runs: Sequence[Run], plain: Sequence[tuple[float, float]]) -> Bound | None:
@@ -43,7 +49,9 @@ def bound_of(runs: Sequence[Run], plain: Sequence[tuple[float, float]]) -> Bound
     rows_off = sum(run.decode_rows for run in off) / steps_off
     rows_on = sum(run.decode_rows for run in on) / steps_on
     k = sum(run.draft_budget for run in on) / max(1, sum(run.decode_rows for run in on))
-    rest_s = max(0.0, duration_s - share * steps_off * curve.at(max(1.0, rows_off)))
-    verifying_s = rest_s + steps_on * curve.at(max(1.0, rows_on * (1 + k)))
+    size_off, size_on = max(1.0, rows_off), max(1.0, rows_on * (1 + k))
+    rest_s = max(0.0, duration_s - share * steps_off * curve.at(size_off))
+    verifying_s = rest_s + steps_on * curve.at(size_on)
     drafting_s = sum(run.parts_cpu_s.get("draft", 0.0) for run in on)
-    return Bound(duration_s / verifying_s, duration_s / (verifying_s + drafting_s))
+    measured = all(min(abs(size - known) for known, _ in plain) <= NEAR * size for size in (size_off, size_on))
+    return Bound(duration_s / verifying_s, duration_s / (verifying_s + drafting_s), measured)

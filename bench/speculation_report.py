@@ -14,7 +14,7 @@ from bench.speculation_runs import Case, Run, StepTimes, acceptance, cases_of, d
 
 BOUND = """c: the draft worker's CPU time for each draft token asked for. Bound: what these steps would make of the run
 without drafts at T(n) below, where the draft worker and the target take turns, and where drafting costs the target
-nothing (`bench/speculation_bound.py`)."""
+nothing (`bench/speculation_bound.py`); with a question mark where T(n) near such sizes was not measured."""
 
 
 def as_text(runs: Sequence[Run], step_times: StepTimes) -> str:
@@ -30,7 +30,8 @@ def as_text(runs: Sequence[Run], step_times: StepTimes) -> str:
         shares = " ".join(f"{share:.0%}" for share in acceptance(on)[:6])
         bound = _bound(runs, case, step_times)
         cells = [_median(off), _median(on), str(ratio(runs, case) or "-")]
-        cells += [f"{bound.in_turn:.2f} to {bound.free:.2f}" if bound else "-", f"{budget / rows:.2f}"]
+        doubt = "" if bound is None or bound.measured else " ?"
+        cells += [f"{bound.in_turn:.2f} to {bound.free:.2f}{doubt}" if bound else "-", f"{budget / rows:.2f}"]
         cells += [f"{1 + right / rows:.2f}", shares or "-", f"{1000 * spent / budget:.2f}" if budget else "-"]
         lines.append(_line([f"{case.name} {case.mode}", *cells]))
     parts = ["\n".join(lines), BOUND, _pairs(runs)]
