@@ -19,7 +19,6 @@ from typing import NamedTuple
 from bench.speculation_runs import Run
 from scheduler.core.step_time import Curve
 
-
 NEAR = 0.25
 """of a size: T(n) counts as measured where it was so near"""
 
