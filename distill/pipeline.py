@@ -118,10 +118,16 @@ def _start(plan: Plan, opened: Opened) -> tuple[Recipe, DraftFolder | None]:
         raise Refused("start_from", str(error)) from error
     if plan.out.samefile(plan.start_from):
         raise Refused("out", f"{plan.out} is what is started from; name another folder")
+    layers, head_tokens = base.decoder["num_hidden_layers"], len(base.tensors[HEAD_TOKEN_IDS])
+    wanted, usual = plan.recipe, Recipe()
+    if wanted.layers not in (usual.layers, layers):
+        raise Refused("layers", f"{plan.start_from} has {layers}")
+    if wanted.head_tokens > head_tokens and wanted.head_tokens != usual.head_tokens:
+        raise Refused("head_tokens", f"{plan.start_from} has {head_tokens}, of which fewer can be kept")
     recipe = replace(
-        plan.recipe,
-        layers=base.decoder["num_hidden_layers"],
-        head_tokens=min(plan.recipe.head_tokens, len(base.tensors[HEAD_TOKEN_IDS])),
+        wanted,
+        layers=layers,
+        head_tokens=min(wanted.head_tokens, head_tokens),
         start_from=hashlib.sha256((plan.start_from / WEIGHTS).read_bytes()).hexdigest(),
     )
     return recipe, base

@@ -41,7 +41,8 @@ class MirrorTable:
         self.odds = Odds()
         self.num_branches_won = 0
         self.num_refused = 0
-        """openings beyond max_mirrors, without tokens or for another proposer; their sequences simply get no drafts"""
+        """openings beyond max_mirrors, for another proposer, without tokens or with fewer than their prompt has; their
+        sequences simply get no drafts"""
 
     def __len__(self) -> int:
         return len(self._mirrors)
@@ -113,7 +114,8 @@ class MirrorTable:
         old = self._mirrors.pop(key, None)
         gone = [] if old is None else [old]
         full = len(self._mirrors) >= self._max_mirrors
-        if full or not opening.token_ids or opening.source not in self._sources:
+        nonsense = not 0 < len(opening.token_ids) >= opening.num_prompt_tokens
+        if full or nonsense or opening.source not in self._sources:
             self.num_refused += 1
             return gone
         self._mirrors[key] = Mirror(

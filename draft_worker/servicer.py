@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable
 import grpc
 from tandem.v1 import draft_pb2, draft_pb2_grpc
 
+from cluster.cores import share_cores
 from cluster.draft_news import Tail
 from cluster.errors import InvalidField, NotFound, abort
 from cluster.logs import event
@@ -59,7 +60,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         hello = await self._hello(request_iterator, context)
         stream = next(self._streams)
         outbox = self._outboxes[stream] = Outbox(hello.vocab_size)
-        shares_cores = self._cores != "" and hello.cores == self._cores
+        shares_cores = share_cores(self._cores, hello.cores)
         self.inbox.begin_stream(stream, SHARED_CORES if shares_cores else self._worth)
         event(logger, "worker linked", worker=hello.worker_id, stream=stream, shares_cores=shares_cores)
         welcome = draft_pb2.DraftWelcome(shares_cores=shares_cores)

@@ -94,6 +94,8 @@ def test_a_draft_worker_takes_the_folder(made: Made, target_folder: Path) -> Non
         (["--max-answer-tokens=1000"], "--max-answer-tokens: two questions and answers of 1000 tokens take up to"),
         (["--device=cuda"], "--device: device 'cuda' was asked for"),
         (["--start-from={tmp}"], "--start-from: {tmp} has no config.json"),
+        (["--start-from={made}", "--layers=3"], "--layers: {made} has 1"),
+        (["--start-from={made}", "--head-tokens=300"], "--head-tokens: {made} has 200, of which fewer can be kept"),
         (["--target={tmp}/nowhere"], "--target: can't get the model"),
         (["--out={target}"], "--out: {target} holds something that is no draft"),
         (["--out={tmp}/file"], "--out: {tmp}/file can't be a folder: "),

@@ -176,6 +176,16 @@ def test_whoever_wants_another_proposer_gets_no_mirror() -> None:
     assert table.get(1, 0) is None
 
 
+def test_an_opening_of_fewer_tokens_than_its_prompt_has_is_refused() -> None:
+    """Its next output index would be below 0, where there is no noise: the round of all mirrors would fail."""
+    table = MirrorTable(max_mirrors=4, max_draft_tokens=8)
+    for token_ids in ([], [1, 2]):
+        table.apply(1, News(opens=[Open(0, 1, token_ids, 3, 7, 0.7, 4)]))
+    assert (len(table), table.num_refused) == (0, 2)
+    table.apply(1, News(opens=[Open(0, 1, [1, 2, 3], 3, 7, 0.7, 4)]))
+    assert len(table) == 1
+
+
 def test_a_guess_ends_where_it_is_unlikely_to_be_reached() -> None:
     """Sooner beyond what the next step can use; a commit makes what is left likelier."""
     table = MirrorTable(max_mirrors=4, max_draft_tokens=8)

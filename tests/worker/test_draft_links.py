@@ -283,8 +283,10 @@ async def test_each_draft_worker_is_judged_by_its_own_latencies(make_rig: Any) -
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "shared"), [("host 0,1", "host 0,1", True), ("host 0,1", "host 2", False), ("", "", False)]
-)
+    ("ours", "theirs", "shared"),
+    [("host 0,1", "host 0,1", True), ("host 0,1", "host 1,2", True), ("host 0,1", "host 2", False),
+     ("host 0", "other 0", False), ("", "host 0", False), ("", "", False)],
+)  # fmt: skip
 async def test_both_know_whether_they_share_cores(ours: str, theirs: str, shared: bool) -> None:
     async with drafting(0, cores=theirs) as (address, thread), linked([address], "w", cores=ours) as links:
         (link,) = links._linked()
