@@ -84,7 +84,7 @@ class Outgoing:
         try:
             await self.until_ended()
         finally:
-            news.on_news = _nothing
+            news.on_news = nothing
             self.abandon()
 
     async def until_ended(self) -> None:
@@ -101,7 +101,7 @@ class Outgoing:
         """Nobody listens any more. What a cancelled task does to the write that it waits for. Idempotent."""
         self._ended.cancel()
         # What makes messages may know this object, and `write` the call, which no cycle must keep alive.
-        self._write = self._next_message = self._has_more = _nothing
+        self._write = self._next_message = self._has_more = nothing
         steps, completion, self._steps, self._completion = self._steps, self._completion, None, None
         if steps is None or completion is None:
             return
@@ -165,7 +165,7 @@ class Outbox:
     """Messages that can't be merged, in order. Bounded by who fills it."""
 
     def __init__(self) -> None:
-        self.on_news: Callable[[], None] = _nothing
+        self.on_news: Callable[[], None] = nothing
         self.closed = False
         self._waiting: deque[Any] = deque()
 
@@ -205,5 +205,5 @@ async def write_until_closed(write: Callable[[Any], Awaitable[None]], source: So
     await outgoing.follow(source)
 
 
-def _nothing(*_: Any) -> Any:
+def nothing(*_: Any) -> Any:
     """Stands for what was let go of."""

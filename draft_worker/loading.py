@@ -46,13 +46,15 @@ def worth_of(config: DraftWorkerConfig) -> Worth:
 
 
 def cores_of(config: DraftWorkerConfig) -> str:
-    """Which cores a model computes on; empty where there is none, or where it has a device of its own."""
+    """Which cores a model computes on; empty where there is none, or where it has a device of its own.
+
+    Raises ModelError if the device isn't there.
+    """
     if not _has_model(config):
         return ""
-    import torch
+    from engine.runner import resolve_device
 
-    on_device = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
-    return "" if on_device else own_cores()
+    return own_cores() if resolve_device(config.device).type == "cpu" else ""
 
 
 def _has_model(config: DraftWorkerConfig) -> bool:

@@ -174,8 +174,8 @@ class Mirror:
         if self.must_send or (self.owes and not self.wanted):
             return True
         grown = len(self.guess) - self.num_sent
-        block = self.max_draft if self.worth.whole else (self.max_draft + 1) // 2
-        half = len(self.guess) <= self.max_draft and grown >= block
+        in_parts = not self.worth.whole and len(self.guess) <= self.max_draft
+        half = in_parts and grown >= (self.max_draft + 1) // 2
         return grown > 0 and (half or self.wanted == 0 or self.num_sent < self.max_draft <= len(self.guess))
 
     def tail(self) -> Tail:

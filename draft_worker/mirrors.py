@@ -114,7 +114,7 @@ class MirrorTable:
         old = self._mirrors.pop(key, None)
         gone = [] if old is None else [old]
         full = len(self._mirrors) >= self._max_mirrors
-        nonsense = not 0 < len(opening.token_ids) >= opening.num_prompt_tokens
+        nonsense = len(opening.token_ids) < max(1, opening.num_prompt_tokens)
         if full or nonsense or opening.source not in self._sources:
             self.num_refused += 1
             return gone

@@ -14,7 +14,7 @@ from cluster.cores import share_cores
 from cluster.draft_news import Tail
 from cluster.errors import InvalidField, NotFound, abort
 from cluster.logs import event
-from cluster.outgoing import Outgoing
+from cluster.outgoing import Outgoing, nothing
 from draft_worker.convert import news_from_proto, tails_to_proto
 from draft_worker.inbox import Inbox
 from draft_worker.mirror import ALWAYS, SHARED_CORES, Worth
@@ -110,7 +110,7 @@ class Outbox:
 
     def __init__(self, vocab_size: int) -> None:
         """vocab_size is the target's."""
-        self.on_news: Callable[[], None] = _nothing
+        self.on_news: Callable[[], None] = nothing
         self._vocab_size = vocab_size
         self._tails: dict[int, list[Tail]] = {}
         self._filled = False
@@ -142,7 +142,3 @@ class Outbox:
 async def _send(outbox: Outbox, context: grpc.aio.ServicerContext, welcome: draft_pb2.DraftWelcome) -> None:
     await context.write(draft_pb2.DraftResponse(welcome=welcome))
     await Outgoing(context.write, outbox.next_message).follow(outbox)
-
-
-def _nothing() -> None:
-    """Nobody writes yet."""

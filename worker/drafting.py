@@ -31,7 +31,7 @@ from cluster.channel import (
     why_ended,
 )
 from cluster.logs import event
-from cluster.outgoing import Outgoing
+from cluster.outgoing import Outgoing, nothing
 from worker.convert import draft_hello_to_proto, news_to_proto, tails_from_proto
 from worker.sequences import Sequence
 from worker.tails import TailTable
@@ -73,7 +73,7 @@ class DraftLink:
         self._stall_s = stall_s
         self._on_change = on_change
         self._loop = asyncio.get_running_loop()
-        self.on_news: Callable[[], None] = _nothing
+        self.on_news: Callable[[], None] = nothing
         self._awaiting_since_s: float | None = None
 
     # ------------------------------------------------------------------------------------- from the executor's thread
@@ -180,7 +180,3 @@ class DraftLink:
         if linked != self.drafting:
             self.drafting = linked
             self._on_change()
-
-
-def _nothing() -> None:
-    """Nobody writes at the moment."""

@@ -166,7 +166,8 @@ class Speculation:
         was_on = self.phase in (Phase.ON, Phase.MEASURING)
         # What the others have shown says little of one that runs nearly alone: some gain threefold.
         is_new = load.num_rows <= PROBE_ROWS and decodes[-1].drafts is None
-        margin = STAY if was_on else min(self._margin, MARGIN) if is_new else self._margin
+        most = MARGIN if is_new else LARGEST_MARGIN
+        margin = STAY if was_on else min(self._margin, most)
         shares = self._by_kind(decodes, lambda known: known.availability.shares(max_draft_tokens))
         chosen = choose(survivals, load, *curves, shares, margin)
         if chosen and (dear := self._dear(decodes, chosen, load)):
