@@ -16,7 +16,7 @@ JOBS ?= 2
 # How long `make soak` goes on.
 MINUTES ?= 60
 
-CODE := gateway scheduler worker draft_worker cluster engine distill cli tandem_client bench deploy examples/python tests hatch_build.py
+CODE := gateway scheduler worker draft_worker drafting cluster engine distill cli tandem_client bench deploy examples/python tests hatch_build.py
 
 # The first Python from 3.11 on; PYTHON=… overrides.
 NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))

@@ -18,9 +18,10 @@ from cluster.telemetry import Telemetry
 from draft_worker.announcement import Announcement
 from draft_worker.config import DraftWorkerConfig
 from draft_worker.drafting import Drafter, DraftThread
-from draft_worker.loading import cores_of, load_proposer, worth_of
-from draft_worker.mirrors import MirrorTable
+from draft_worker.loading import cores_of, options_of, worth_of
 from draft_worker.servicer import DraftServicer
+from drafting.loading import load_proposer
+from drafting.mirrors import MirrorTable
 from engine.errors import ModelError
 
 logger = logging.getLogger("draft_worker")
@@ -77,7 +78,7 @@ async def serve(config: DraftWorkerConfig) -> int:
 
 
 def _drafter(config: DraftWorkerConfig) -> Drafter:
-    proposer = load_proposer(config)
+    proposer = load_proposer(options_of(config))
     mirrors = MirrorTable(config.max_mirrors, config.max_draft_tokens, proposer.sources)
     return Drafter(proposer, mirrors, config.branches)
 

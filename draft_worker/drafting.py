@@ -17,11 +17,11 @@ from collections.abc import Callable
 
 from cluster.draft_news import News, Tail
 from cluster.logs import event
-from draft_worker.branching import best_forks
 from draft_worker.inbox import Delivery, Inbox
-from draft_worker.mirror import Mirror
-from draft_worker.mirrors import MirrorTable
-from draft_worker.proposer import Proposer
+from drafting.branching import best_forks
+from drafting.mirror import Mirror
+from drafting.mirrors import MirrorTable
+from drafting.proposer import Proposer
 
 logger = logging.getLogger(__name__)
 

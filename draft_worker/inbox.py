@@ -11,7 +11,7 @@ import threading
 from dataclasses import dataclass, field
 
 from cluster.draft_news import Close, Commit, News, Open
-from draft_worker.mirror import Worth
+from drafting.mirror import Worth
 
 MAX_SLOTS = 4096
 

@@ -17,7 +17,7 @@ from cluster.logs import event
 from cluster.outgoing import Outgoing, nothing
 from draft_worker.convert import news_from_proto, tails_to_proto
 from draft_worker.inbox import Inbox
-from draft_worker.mirror import ALWAYS, SHARED_CORES, Worth
+from drafting.mirror import ALWAYS, SHARED_CORES, Worth
 
 logger = logging.getLogger(__name__)
 

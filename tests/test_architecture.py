@@ -1,11 +1,14 @@
 """The house rules: who may import whom, how long a file may be, and which names say nothing.
 
     row 5  */__main__, cli, bench            anything
-    row 4  every other service module        own package and rows 0-3; engine only from worker and draft_worker
+    row 4  every other service module        own package and rows 0-3; engine and drafting only from worker and
+                                             draft_worker
+           drafting                          own package, engine, and of cluster what knows no network
            distill                           own package and engine
     row 3  */convert                         stubs, own pure modules and those of cluster
     row 2  cluster (no torch) | engine (no grpc), never each other
-    row 1  scheduler/core, gateway/{admission,routing}, every service's config: stdlib without clocks, chance and I/O
+    row 1  scheduler/core, gateway/{admission,routing}, every service's config: stdlib without clocks, chance and I/O;
+           one config builds on another where its package may import the other's
     row 0  stubs (tandem.v1): protobuf, grpc
 
 The checker reads sources, so a forbidden import inside of a function is seen too. `tandem_client` is what users import:
@@ -28,12 +31,15 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SERVICES = ("gateway", "scheduler", "worker", "draft_worker")
-PACKAGES = (*SERVICES, "cluster", "engine", "distill", "cli", "tandem_client", "bench")
+PACKAGES = (*SERVICES, "drafting", "cluster", "engine", "distill", "cli", "tandem_client", "bench")
 
 IMPURE = frozenset({"asyncio", "os", "time", "random", "logging", "socket"})
 GRPC = frozenset({"grpc", "grpc_health", "grpc_reflection", "grpc_status"})
 CLUSTER_LIBRARIES = GRPC | {"google", "prometheus_client", "redis", "uvloop"}
 MODEL_LIBRARIES = frozenset({"torch", "transformers", "accelerate", "safetensors", "gguf"})
+
+WITHOUT_NETWORK = frozenset({"cluster.draft_news", "cluster.logs"})
+"""what `drafting` may import of cluster"""
 
 BANNED_WORDS = frozenset({"manager", "helper", "helpers", "util", "utils", "common", "misc"})
 BANNED_VERBS = frozenset({"handle", "process", "do"})
@@ -103,6 +109,8 @@ def refusal(module: str, target: str, modules: Mapping[str, str]) -> str | None:
         return f"row {level} imports only rows beneath it, not row {row(target)}"
     if top in ("cli", "bench", "tests", "distill", *SERVICES) and not own:
         return "services never import services, nor what stands above them"
+    if top == "drafting" and not (own or package in ("worker", "draft_worker")):
+        return "drafting is imported from worker and draft_worker only"
     if top == "tandem_client" and not own:
         return "the client library is for users"
     return {1: _row_1, 2: _row_2, 3: _row_3, 4: _row_4}[level](module, target, modules)
@@ -110,7 +118,7 @@ def refusal(module: str, target: str, modules: Mapping[str, str]) -> str | None:
 
 def _row_1(module: str, target: str, modules: Mapping[str, str]) -> str | None:
     top = target.split(".")[0]
-    if top == module.split(".")[0]:
+    if top == module.split(".")[0] or target == "drafting.config":
         return None
     if top in IMPURE or top not in sys.stdlib_module_names:
         return f"row 1 imports the standard library without {', '.join(sorted(IMPURE))}, and nothing else"
@@ -148,6 +156,9 @@ def _row_4(module: str, target: str, modules: Mapping[str, str]) -> str | None:
     package, top = module.split(".")[0], target.split(".")[0]
     if package in ("worker", "draft_worker"):
         return None
+    if package == "drafting":
+        spoken = top in CLUSTER_LIBRARIES | {"cluster", "tandem"} and target not in WITHOUT_NETWORK
+        return "drafting knows nothing of the network" if spoken else None
     if package == "distill":
         return "distill makes models and serves nothing" if top in CLUSTER_LIBRARIES | {"cluster", "tandem"} else None
     if top == "engine":
@@ -273,7 +284,7 @@ PLANTED = [
     ("gateway.servicer", "importlib.import_module(name)"),
     ("gateway.servicer", "__import__('torch')"),
     ("scheduler.loop", "import transformers"),
-    ("worker.convert", "from draft_worker.mirror import Mirror"),
+    ("worker.convert", "from drafting.mirror import Mirror"),
     ("draft_worker.servicer", "from worker import tails"),
     ("tandem_client.client", "import gateway.text"),
     ("tandem_client.client", "from engine import noise"),
@@ -281,6 +292,12 @@ PLANTED = [
     ("distill.training", "from cluster import logs"),
     ("distill.training", "from draft_worker import mirrors"),
     ("draft_worker.loading", "import distill.training"),
+    ("drafting.mirror", "from cluster import channel"),
+    ("drafting.mirror", "from worker import tails"),
+    ("drafting.config", "import os"),
+    ("scheduler.loop", "from drafting.mirror import Mirror"),
+    ("scheduler.config", "from drafting import mirror"),
+    ("engine.runner", "from drafting.mirror import Mirror"),
 ]
 ALLOWED = [
     ("gateway.__main__", "import torch, engine.fake, worker.tails"),
@@ -290,6 +307,9 @@ ALLOWED = [
     ("scheduler.convert", "from tandem.v1 import scheduler_pb2\nfrom scheduler.core import sequence\nimport struct"),
     ("scheduler.convert", "from google.rpc import status_pb2\nfrom cluster.errors import to_status"),
     ("worker.convert", "from cluster.draft_news import Tail"),
+    ("worker.config", "from drafting.config import ProposerConfig"),
+    ("drafting.mirror", "import torch\nfrom cluster.draft_news import Tail\nfrom engine import noise"),
+    ("draft_worker.servicer", "from drafting.mirror import Mirror"),
     ("scheduler.loop", "import asyncio, grpc, time\nfrom scheduler import convert\nfrom cluster import channel"),
     ("gateway.text", "from transformers import PreTrainedTokenizerFast\nfrom gateway.admission import x"),
     ("worker.executor", "import torch\nfrom engine import sampler"),
@@ -310,6 +330,8 @@ SYNTHETIC = {
     "worker.tails": "",
     "cluster.channel": "import grpc",
     "cluster.draft_news": "from dataclasses import dataclass",
+    "drafting.config": "",
+    "drafting.mirror": "",
     "cli.up": "",
     "engine.sampler": "",
     "engine.batch": "",

@@ -72,7 +72,7 @@ def configuration_page() -> str:
 def reasons_in_code() -> set[str]:
     """Every literal reason that an error of a service can carry."""
     found: set[str] = set()
-    for package in ("gateway", "scheduler", "worker", "draft_worker", "cluster", "engine"):
+    for package in ("gateway", "scheduler", "worker", "draft_worker", "drafting", "cluster", "engine"):
         for path in (ROOT / package).rglob("*.py"):
             text = path.read_text("utf-8")
             found |= set(re.findall(r'reason(?:: str)?\s*=\s*"([A-Z][A-Z0-9_]+)"', text))

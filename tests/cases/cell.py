@@ -26,9 +26,9 @@ from cluster.channel import connect
 from cluster.leaders import Leaders
 from cluster.server import bind, create_server
 from draft_worker.drafting import Drafter, DraftThread
-from draft_worker.mirrors import MirrorTable
-from draft_worker.proposer import Proposer
 from draft_worker.servicer import DraftServicer
+from drafting.mirrors import MirrorTable
+from drafting.proposer import Proposer
 from engine.batch import Batch
 from engine.fake import FakeEngine
 from engine.noise import choice_seed

@@ -17,9 +17,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import draft_worker.__main__
 from draft_worker.config import DraftWorkerConfig
-from draft_worker.loading import load_proposer
-from draft_worker.model_proposer import ModelProposer
-from draft_worker.proposer import Proposer
+from draft_worker.loading import options_of
+from drafting.loading import load_proposer
+from drafting.model_proposer import ModelProposer
+from drafting.proposer import Proposer
 from engine.batch import Batch
 from engine.runner import ModelRunner
 from tests.cases.cell import VOCAB_SIZE, ForcedEngine, WholeCell, whole_cell
@@ -140,7 +141,7 @@ def real_draft(path: Path, target: Path, dtype: str = "float32") -> Any:
     config = DraftWorkerConfig(
         target=MODEL, target_model=str(target), draft=str(path), dtype=dtype, threads=1, kv_cache_gib=0.01
     )
-    return lambda: load_proposer(config)
+    return lambda: load_proposer(options_of(config))
 
 
 async def answers_by_k(

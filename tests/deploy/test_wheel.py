@@ -49,6 +49,7 @@ def test_the_wheel_has_every_file_of_its_packages(wheel: dict[str, Path]) -> Non
         "scheduler",
         "worker",
         "draft_worker",
+        "drafting",
         "cluster",
         "engine",
         "distill",

@@ -17,7 +17,8 @@ from distill.pipeline import Plan, distill
 from distill.prompts import TRAIN
 from distill.shards import shard_paths
 from draft_worker.config import DraftWorkerConfig
-from draft_worker.loading import load_proposer
+from draft_worker.loading import options_of
+from drafting.loading import load_proposer
 from engine.draft_folder import CONFIG, WEIGHTS
 from tests.distill.killing import FLAGS
 
@@ -84,7 +85,7 @@ def test_a_draft_worker_takes_the_folder(made: Made, target_folder: Path) -> Non
     config = DraftWorkerConfig(
         target="tiny", target_model=str(target_folder), draft=str(made.folder), threads=1, dtype="float32"
     )
-    load_proposer(config)
+    load_proposer(options_of(config))
 
 
 @pytest.mark.parametrize(

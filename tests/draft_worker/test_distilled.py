@@ -9,10 +9,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from draft_worker.combined_proposer import CombinedProposer
 from draft_worker.config import DraftWorkerConfig
-from draft_worker.loading import load_proposer
-from draft_worker.mirror import Mirror
+from draft_worker.loading import options_of
+from drafting.combined_proposer import CombinedProposer
+from drafting.loading import load_proposer
+from drafting.mirror import Mirror
 from engine import noise
 from engine.errors import ModelError
 from tests.distill.conftest import write_target
@@ -40,7 +41,7 @@ def config(target: Path, draft: Path, **changes: Any) -> DraftWorkerConfig:
 @torch.inference_mode()
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_it_guesses_what_the_target_would_say(target: Path, draft: Path, temperature: float) -> None:
-    proposer = load_proposer(config(target, draft))
+    proposer = load_proposer(options_of(config(target, draft)))
     mirror = Mirror(1, 0, 1, list(PROMPT), len(PROMPT), SEED, temperature, 8, 0)
     while mirror.wanted:
         proposer.extend([mirror])
@@ -59,7 +60,7 @@ def test_it_guesses_what_the_target_would_say(target: Path, draft: Path, tempera
 
 
 def test_the_index_stands_in_front_of_it(target: Path, draft: Path) -> None:
-    proposer = load_proposer(config(target, draft, proposer="auto"))
+    proposer = load_proposer(options_of(config(target, draft, proposer="auto")))
     assert isinstance(proposer, CombinedProposer)
     assert proposer.name == f"ngram+{draft.name}"
 
@@ -67,10 +68,10 @@ def test_the_index_stands_in_front_of_it(target: Path, draft: Path) -> None:
 def test_another_target_is_refused(target: Path, draft: Path, tmp_path: Path) -> None:
     other = write_target(tmp_path / "other", seed=4)
     with pytest.raises(ModelError, match="draft for another target"):
-        load_proposer(config(other, draft))
+        load_proposer(options_of(config(other, draft)))
 
 
 @pytest.mark.parametrize("vocabulary", ["text", "intersection"])
 def test_its_vocabulary_is_its_targets(target: Path, draft: Path, vocabulary: str) -> None:
     with pytest.raises(ModelError, match=r"vocabulary: .* was distilled for one target"):
-        load_proposer(config(target, draft, vocabulary=vocabulary))
+        load_proposer(options_of(config(target, draft, vocabulary=vocabulary)))

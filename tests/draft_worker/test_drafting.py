@@ -10,9 +10,9 @@ import pytest
 from cluster.draft_news import Commit, News, Open, Source, Tail
 from draft_worker.drafting import MAX_FAILURES, Drafter, DraftThread
 from draft_worker.inbox import Delivery
-from draft_worker.mirror import Mirror
-from draft_worker.mirrors import MirrorTable
-from draft_worker.ngram_proposer import NgramProposer
+from drafting.mirror import Mirror
+from drafting.mirrors import MirrorTable
+from drafting.ngram_proposer import NgramProposer
 from engine.prefix_hash import prefix_hash
 
 PROMPT = [1, 2, 3, 1, 2, 3, 1, 2]

@@ -6,7 +6,7 @@ import threading
 
 from cluster.draft_news import Close, Commit, News, Open
 from draft_worker.inbox import Inbox
-from draft_worker.mirror import ALWAYS, SHARED_CORES
+from drafting.mirror import ALWAYS, SHARED_CORES
 
 
 def opening(slot: int, generation: int) -> Open:

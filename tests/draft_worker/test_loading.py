@@ -12,9 +12,10 @@ import pytest
 
 from cluster.cores import own_cores
 from draft_worker.config import DraftWorkerConfig
-from draft_worker.loading import cores_of, load_proposer, worth_of
-from draft_worker.mirror import ALWAYS, OWN_DEVICE, Mirror, Worth
-from draft_worker.ngram_proposer import NgramProposer
+from draft_worker.loading import cores_of, options_of, worth_of
+from drafting.loading import load_proposer
+from drafting.mirror import ALWAYS, OWN_DEVICE, Mirror, Worth
+from drafting.ngram_proposer import NgramProposer
 from engine.errors import ModelError, VocabularyMismatch
 
 
@@ -34,17 +35,17 @@ def test_a_permuted_vocabulary_is_refused_by_name(tmp_path: Path) -> None:
     target = tokenizer(tmp_path / "target", ["a", "b", "c"])
     draft = tokenizer(tmp_path / "draft", ["a", "c", "b"])
     with pytest.raises(VocabularyMismatch, match="token 1 is 'b' for target and 'c' for draft"):
-        load_proposer(config(draft=str(draft), target_model=str(target)))
+        load_proposer(options_of(config(draft=str(draft), target_model=str(target))))
 
 
 def test_a_model_needs_its_targets_folder(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="target_model"):
-        load_proposer(config(draft=str(tmp_path)))
+        load_proposer(options_of(config(draft=str(tmp_path))))
 
 
 def test_the_fake_takes_its_targets_vocabulary(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 300, "max_position_embeddings": 64}))
-    proposer = load_proposer(config(draft="fake", target_model=str(tmp_path), fake_disagreement=0.0))
+    proposer = load_proposer(options_of(config(draft="fake", target_model=str(tmp_path), fake_disagreement=0.0)))
     assert proposer.name == "fake"
     mirror = Mirror(1, 0, 1, [65] * 60, 60, 0, 0.0, 4, 0)
     while mirror.wanted:
@@ -65,7 +66,7 @@ def test_the_fake_takes_its_targets_vocabulary(tmp_path: Path) -> None:
     ],
 )
 def test_who_guesses(draft: str, proposer: str, name: str) -> None:
-    assert load_proposer(config(draft=draft, proposer=proposer)).name == name
+    assert load_proposer(options_of(config(draft=draft, proposer=proposer))).name == name
 
 
 @pytest.mark.parametrize("proposer", ["model", "combined"])
@@ -80,7 +81,7 @@ def test_outputs_are_remembered_for_tenants_unless_all_is_said() -> None:
         ({"memory_of": "all"}, (True, True)),
         ({"memory_tokens": 0}, (False,) * 2),
     ):
-        proposer = load_proposer(config(draft="ngram", **flags))
+        proposer = load_proposer(options_of(config(draft="ngram", **flags)))
         assert isinstance(proposer, NgramProposer)
         assert (proposer.memory.serves(b""), proposer.memory.serves(b"a")) == expected
 
@@ -98,8 +99,9 @@ def test_only_a_model_takes_somebodys_cores(draft: str, proposer: str, worth: Wo
 
 def test_ngram_never_imports_torch() -> None:
     code = (
-        "import sys, draft_worker.__main__ as m; from draft_worker.loading import load_proposer;"
-        "from draft_worker.config import DraftWorkerConfig as C; load_proposer(C(target='m'));"
+        "import sys, draft_worker.__main__ as m; from draft_worker.loading import options_of;"
+        "from drafting.loading import load_proposer;"
+        "from draft_worker.config import DraftWorkerConfig as C; load_proposer(options_of(C(target='m')));"
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-P", "-c", code], check=False).returncode == 0

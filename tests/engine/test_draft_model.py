@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel
 
-from draft_worker.round_inputs import TokenRows, choices_of, packed
+from drafting.round_inputs import TokenRows, choices_of, packed
 from engine.draft_folder import (
     CONFIG,
     HEAD_TOKEN_IDS,
@@ -30,7 +30,7 @@ from engine.guessing import GuessingEngine, best_two
 from engine.runner import ModelRunner
 from engine.sampler import SampleRow, sample
 from engine.sampling_params import SamplingParams
-from tests.draft_worker.mirroring import mirror
+from tests.drafting.mirroring import mirror
 from tests.engine.kernels.conftest import CPU_FLAGS
 from tests.engine.models import VOCAB_SIZE, tiny_config
 from tests.engine.noise_oracle import oracle_bits, oracle_gumbel

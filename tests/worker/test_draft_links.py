@@ -16,10 +16,10 @@ import pytest
 
 from cluster.draft_news import Tail
 from draft_worker.drafting import Drafter, DraftThread
-from draft_worker.mirror import ALWAYS, SHARED_CORES
-from draft_worker.mirrors import MirrorTable
-from draft_worker.model_proposer import ModelProposer
 from draft_worker.servicer import DraftServicer
+from drafting.mirror import ALWAYS, SHARED_CORES
+from drafting.mirrors import MirrorTable
+from drafting.model_proposer import ModelProposer
 from engine.fake import FakeEngine
 from tests.worker.test_drafting import PROMPT, ScriptedDrafts, followed, start, until
 from worker.draft_links import DraftLinks, rendezvous

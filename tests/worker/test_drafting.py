@@ -14,11 +14,11 @@ from tandem.v1 import draft_pb2, draft_pb2_grpc
 
 from cluster.server import bind, create_server
 from draft_worker.drafting import Drafter, DraftThread
-from draft_worker.mirrors import MirrorTable
-from draft_worker.model_proposer import ModelProposer
-from draft_worker.ngram_proposer import NgramProposer
-from draft_worker.proposer import Proposer
 from draft_worker.servicer import DraftServicer
+from drafting.mirrors import MirrorTable
+from drafting.model_proposer import ModelProposer
+from drafting.ngram_proposer import NgramProposer
+from drafting.proposer import Proposer
 from engine.fake import FakeEngine
 from engine.prefix_hash import prefix_hash
 from worker.draft_links import DraftLinks

@@ -14,8 +14,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from draft_worker.mirror import Mirror
-from draft_worker.model_proposer import ModelProposer
+from drafting.mirror import Mirror
+from drafting.model_proposer import ModelProposer
 from engine.prefix_hash import prefix_hash
 from engine.runner import ModelRunner
 from worker.steps import SamplingParams

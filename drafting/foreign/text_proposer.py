@@ -21,10 +21,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cluster.draft_news import Source
-from draft_worker.foreign.retelling import Retelling, SpecialTokens
-from draft_worker.foreign.token_text import Token, TokenTexts
-from draft_worker.mirror import Mirror
-from draft_worker.proposer import Proposer
+from drafting.foreign.retelling import Retelling, SpecialTokens
+from drafting.foreign.token_text import Token, TokenTexts
+from drafting.mirror import Mirror
+from drafting.proposer import Proposer
 
 MAX_INNER_GUESS = 96
 """draft tokens of a guess, after which it waits for a commit"""

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from draft_worker.foreign.mapped_engine import MappedEngine, map_vocabularies
-from draft_worker.foreign.token_text import TokenTexts
-from draft_worker.model_proposer import ModelProposer
+from drafting.foreign.mapped_engine import MappedEngine, map_vocabularies
+from drafting.foreign.token_text import TokenTexts
+from drafting.model_proposer import ModelProposer
 from engine.batch import Batch
 from engine.fake import FakeEngine
 from engine.noise import gumbel
-from tests.draft_worker.foreign.vocabularies import gpt, llama
-from tests.draft_worker.mirroring import feed, mirror
+from tests.drafting.foreign.vocabularies import gpt, llama
+from tests.drafting.mirroring import feed, mirror
 
 torch.set_num_threads(1)
 

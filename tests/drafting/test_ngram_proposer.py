@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 
-from draft_worker.ngram_proposer import NgramProposer
-from draft_worker.output_memory import OutputMemory
-from draft_worker.suffix_index import MAX_MATCH, SIZES
-from tests.draft_worker.mirroring import feed, mirror
+from drafting.ngram_proposer import NgramProposer
+from drafting.output_memory import OutputMemory
+from drafting.suffix_index import MAX_MATCH, SIZES
+from tests.drafting.mirroring import feed, mirror
 
 
 def looked_up(known: list[int], committed: int) -> list[int]:

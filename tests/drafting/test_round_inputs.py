@@ -6,10 +6,10 @@ import random
 
 import numpy as np
 
-from draft_worker.mirror import Mirror
-from draft_worker.round_inputs import TokenRows, choices_of, packed
+from drafting.mirror import Mirror
+from drafting.round_inputs import TokenRows, choices_of, packed
 from engine import noise
-from tests.draft_worker.mirroring import mirror
+from tests.drafting.mirroring import mirror
 
 SIZE = 4
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from draft_worker.trust import INDEX_PRIORS, LENGTHS, MODEL_PRIOR, Trust
+from drafting.trust import INDEX_PRIORS, LENGTHS, MODEL_PRIOR, Trust
 
 
 def test_at_first_a_long_match_is_believed_and_a_short_one_is_not() -> None:

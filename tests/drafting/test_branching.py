@@ -10,16 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.draft_news import Commit, News, Open
-from draft_worker.branching import MIN_WORTH, Odds, best_forks
 from draft_worker.drafting import Drafter
 from draft_worker.inbox import Delivery
-from draft_worker.mirror import Mirror, RunnerUp
-from draft_worker.mirrors import MirrorTable
-from draft_worker.model_proposer import ModelProposer
+from drafting.branching import MIN_WORTH, Odds, best_forks
+from drafting.mirror import Mirror, RunnerUp
+from drafting.mirrors import MirrorTable
+from drafting.model_proposer import ModelProposer
 from engine.fake import FakeEngine
 from engine.prefix_hash import prefix_hash
-from tests.draft_worker.mirroring import feed
-from tests.draft_worker.mirroring import mirror as new_mirror
+from tests.drafting.mirroring import feed
+from tests.drafting.mirroring import mirror as new_mirror
 
 PROMPT = [5, 6, 7]
 torch.set_num_threads(1)

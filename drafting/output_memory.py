@@ -19,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from draft_worker.suffix_index import Match, SuffixIndex
+from drafting.suffix_index import Match, SuffixIndex
 
 END = -1
 """after each output; it matches nothing"""

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.draft_news import Close, Commit, News, Open, Source
-from draft_worker.branching import COPIED_RIGHT
-from draft_worker.mirror import LOOKAHEAD, SHARED_CORES, Mirror, RunnerUp, Worth
-from draft_worker.mirrors import MirrorTable
+from drafting.branching import COPIED_RIGHT
+from drafting.mirror import LOOKAHEAD, SHARED_CORES, Mirror, RunnerUp, Worth
+from drafting.mirrors import MirrorTable
 from engine.prefix_hash import prefix_hash
 
 PROMPT = [5, 6, 7]

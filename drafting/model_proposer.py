@@ -18,8 +18,8 @@ from collections.abc import Sequence
 import torch
 
 from cluster.draft_news import Source
-from draft_worker.mirror import Mirror, RunnerUp
-from draft_worker.round_inputs import TokenRows, choices_of, packed
+from drafting.mirror import Mirror, RunnerUp
+from drafting.round_inputs import TokenRows, choices_of, packed
 from engine.batch import Engine
 from engine.guessing import Guess, GuessingEngine, best_two
 

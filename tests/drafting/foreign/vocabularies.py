@@ -9,7 +9,7 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from draft_worker.foreign.token_text import TokenTexts
+from drafting.foreign.token_text import TokenTexts
 
 CORPUS = (
     "The cat sat on the mat and looked at the old dog, which slept by the fire.",

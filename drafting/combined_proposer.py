@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from cluster.draft_news import Source
-from draft_worker.mirror import Mirror
-from draft_worker.ngram_proposer import NgramProposer, Run
-from draft_worker.proposer import Proposer
-from draft_worker.trust import Trust
+from drafting.mirror import Mirror
+from drafting.ngram_proposer import NgramProposer, Run
+from drafting.proposer import Proposer
+from drafting.trust import Trust
 
 MAX_JUDGED = 8
 """tokens of one commit whose predictions are checked"""

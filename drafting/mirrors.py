@@ -14,8 +14,8 @@ import itertools
 from collections.abc import Iterator
 
 from cluster.draft_news import News, Open, Source
-from draft_worker.branching import Odds
-from draft_worker.mirror import ALWAYS, Mirror, Worth
+from drafting.branching import Odds
+from drafting.mirror import ALWAYS, Mirror, Worth
 from engine.prefix_hash import prefix_hash
 
 RUN_AHEAD_ROWS = 16

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draft_worker.suffix_index import FIRST_SLOTS, MAX_CHAIN, MAX_MATCH, SIZES, Match, SuffixIndex
+from drafting.suffix_index import FIRST_SLOTS, MAX_CHAIN, MAX_MATCH, SIZES, Match, SuffixIndex
 
 UNLIMITED = 10**9
 

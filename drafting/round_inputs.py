@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from draft_worker.mirror import Mirror
+from drafting.mirror import Mirror
 from engine import noise
 from engine.batch import Batch, Choices, DecodeRows, pad_tables
 

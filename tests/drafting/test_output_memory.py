@@ -7,7 +7,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draft_worker.output_memory import MAX_TENANTS, SHARE, OutputMemory
+from drafting.output_memory import MAX_TENANTS, SHARE, OutputMemory
 
 A, B = b"a", b"b"
 TEXT = [1, 2, 3, 4, 5, 6, 7, 8]

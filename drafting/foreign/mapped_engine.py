@@ -14,8 +14,8 @@ import dataclasses
 import numpy as np
 import torch
 
-from draft_worker.foreign.retelling import SpecialTokens
-from draft_worker.foreign.token_text import TokenTexts
+from drafting.foreign.retelling import SpecialTokens
+from drafting.foreign.token_text import TokenTexts
 from engine.batch import Batch, Engine, EngineInfo
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterable, Sequence
 
-from draft_worker.foreign.token_text import Token, TokenTexts
+from drafting.foreign.token_text import Token, TokenTexts
 
 OPEN_CHARACTERS = 64
 """the text's last ones, at least, stay open"""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from cluster.draft_news import Source
-from draft_worker.combined_proposer import CombinedProposer
-from draft_worker.mirror import Mirror
-from draft_worker.ngram_proposer import NgramProposer
-from draft_worker.output_memory import OutputMemory
-from tests.draft_worker.mirroring import feed, mirror
+from drafting.combined_proposer import CombinedProposer
+from drafting.mirror import Mirror
+from drafting.ngram_proposer import NgramProposer
+from drafting.output_memory import OutputMemory
+from tests.drafting.mirroring import feed, mirror
 
 TEXT = [1, 2, 3, 4, 5, 6, 7, 8, 9]
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from draft_worker.mirror import Mirror
-from draft_worker.model_proposer import ModelProposer
+from drafting.mirror import Mirror
+from drafting.model_proposer import ModelProposer
 from engine.batch import Batch
 from engine.fake import FakeEngine
 from engine.noise import gumbel
-from tests.draft_worker.mirroring import feed, mirror
+from tests.drafting.mirroring import feed, mirror
 
 torch.set_num_threads(1)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from cluster.draft_news import Source
-from draft_worker.mirror import Mirror
+from drafting.mirror import Mirror
 
 
 class Proposer(Protocol):

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from draft_worker.foreign.token_text import TokenTexts
+from drafting.foreign.token_text import TokenTexts
 from engine.errors import IncompleteModel
-from tests.draft_worker.foreign.vocabularies import byte_level, gpt, llama, save, sentence_piece, texts_of
+from tests.drafting.foreign.vocabularies import byte_level, gpt, llama, save, sentence_piece, texts_of
 
 TEXTS = (
     "The cat sat on the mat.",

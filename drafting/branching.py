@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
-from draft_worker.mirror import Mirror
+from drafting.mirror import Mirror
 
 EDGES = (0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """margins at which the next bin begins"""

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from draft_worker.foreign.retelling import MOST_OPEN, OPEN_CHARACTERS, Retelling
-from draft_worker.foreign.token_text import TokenTexts
-from tests.draft_worker.foreign.vocabularies import CORPUS, gpt, llama
+from drafting.foreign.retelling import MOST_OPEN, OPEN_CHARACTERS, Retelling
+from drafting.foreign.token_text import TokenTexts
+from tests.drafting.foreign.vocabularies import CORPUS, gpt, llama
 
 
 def spelt(texts: TokenTexts, ids: list[int]) -> str:

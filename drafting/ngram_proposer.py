@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cluster.draft_news import Source
-from draft_worker.mirror import Mirror
-from draft_worker.output_memory import OutputMemory
-from draft_worker.suffix_index import MAX_MATCH, SuffixIndex
+from drafting.mirror import Mirror
+from drafting.output_memory import OutputMemory
+from drafting.suffix_index import MAX_MATCH, SuffixIndex
 from engine.prefix_hash import prefix_hash
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from draft_worker.mirror import Mirror
+from drafting.mirror import Mirror
 from engine.prefix_hash import prefix_hash
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from cluster.draft_news import Source
-from draft_worker.foreign.text_proposer import MAX_INNER_GUESS, MAX_UNTOLD, TextProposer
-from draft_worker.foreign.token_text import TokenTexts
-from draft_worker.mirror import Mirror
-from tests.draft_worker.foreign.vocabularies import CORPUS, gpt, llama
-from tests.draft_worker.mirroring import feed, mirror
+from drafting.foreign.text_proposer import MAX_INNER_GUESS, MAX_UNTOLD, TextProposer
+from drafting.foreign.token_text import TokenTexts
+from drafting.mirror import Mirror
+from tests.drafting.foreign.vocabularies import CORPUS, gpt, llama
+from tests.drafting.mirroring import feed, mirror
 
 BOOK = " ".join(CORPUS[:4]) + " " + "".join(CORPUS[4:6])
 

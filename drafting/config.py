@@ -1,0 +1,38 @@
+"""Settings of whoever guesses; a base of the configurations of `draft_worker` and `worker`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+def _setting(default: Any, help: str, **metadata: Any) -> Any:
+    return field(default=default, metadata={"help": help, **metadata})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProposerConfig:
+    """How it is guessed, and from what."""
+
+    proposer: str = _setting(
+        "auto",
+        "who guesses where a request doesn't say: the model, what stood in the text before (ngram), or that where it "
+        "is likely right and the model elsewhere (combined); auto: combined where there is a model",
+        choices=("auto", "model", "ngram", "combined"),
+    )
+    vocabulary: str = _setting(
+        "same",
+        "what the draft model's tokenizer is to the target's: the same (anything else is refused), another one whose "
+        "tokens the target has too where their bytes are equal (intersection), or another one, by text",
+        choices=("same", "intersection", "text"),
+    )
+    memory_tokens: int = _setting(
+        262144, "n-gram index: tokens of recent outputs that are remembered, of all tenants together; 0: none", min=0
+    )
+    memory_age_s: float = _setting(3600.0, "n-gram index: how long an output is remembered", min=0.0)
+    memory_of: str = _setting(
+        "tenants",
+        "n-gram index: whose outputs are remembered, each for itself alone: requests with a cache_salt are tenants; "
+        "all: those without one are one tenant too",
+        choices=("tenants", "all"),
+    )
