@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 
@@ -25,6 +26,8 @@ from engine.guessing import Guess, GuessingEngine, best_two
 
 MAX_ROUND_TOKENS = 256
 """tokens of one forward pass: a long prompt is fed over several rounds, so that it holds nobody up for long"""
+MOST_MORE_TOKENS = 16
+"""than mirrors in a round that is computed token by token"""
 MANY_TOKENS = 24
 """more than these still to be fed are a prompt, or most of one"""
 SHARED_PROMPT_TOKENS = 64
@@ -105,8 +108,13 @@ class ModelProposer:
     def _guess(self, rows: list[tuple[Mirror, int]], guessing: list[Mirror]) -> list[Guess]:
         """One guess for each mirror whose last token is among those fed."""
         engine = self._guessing
-        if engine is not None and engine.guesses_next and len(guessing) == len(rows) == sum(count for _, count in rows):
-            return engine.guess_next(self._token_rows.of(guessing))
+        if engine is not None and engine.guesses_next and len(guessing) == len(rows):
+            num_tokens = sum(count for _, count in rows)
+            # After a draft that was right to its end, its last token and the bonus are to be fed.
+            if num_tokens <= len(rows) + MOST_MORE_TOKENS:
+                ends = accumulate(count for _, count in rows)
+                guesses = engine.guess_next(self._token_rows.of(rows))
+                return guesses if num_tokens == len(rows) else [guesses[end - 1] for end in ends]
         batch, choices = packed(rows, self._info.block_size, self._info.vocab_size), choices_of(guessing)
         if engine is not None:
             return engine.guess(batch, choices)

@@ -1,4 +1,4 @@
-"""What a round feeds to the engine: packed rows, or, where every row is a single token, a few numbers each.
+"""What a round feeds to the engine: packed rows, or, where every row is a few tokens, a few numbers for each of them.
 
 Most rounds are of the second kind. They are short enough that arrays made for them would be felt, so block tables are
 kept from round to round and only what has been added to them is written.
@@ -60,7 +60,7 @@ def packed(rows: Sequence[tuple[Mirror, int]], block_size: int, vocab_size: int)
 
 
 class TokenRows:
-    """Rounds of one token per row, each its mirror's last. A row's slot is its place in the round."""
+    """Rounds of a few tokens per mirror, its last ones. A mirror's slot is its place in the round."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -68,22 +68,20 @@ class TokenRows:
         self._written: list[tuple[list[int], int]] = [([], 0)] * _FIRST_ROWS
         """by slot: whose block ids are there, and how many; such a list grows or is replaced, nothing else"""
 
-    def of(self, mirrors: Sequence[Mirror]) -> DecodeRows:
-        """Valid until the next call."""
-        self._make_room(len(mirrors), max(len(mirror.block_ids) for mirror in mirrors))
+    def of(self, rows: Sequence[tuple[Mirror, int]]) -> DecodeRows:
+        """Of each mirror so many tokens. Valid until the next call."""
+        self._make_room(len(rows), max(len(mirror.block_ids) for mirror, _ in rows))
         numbers: list[int] = []
-        for slot, mirror in enumerate(mirrors):
+        temperatures: list[float] = []
+        for slot, (mirror, count) in enumerate(rows):
             self._write(slot, mirror.block_ids)
-            position = mirror.known - 1
-            token_id = mirror.token(position)
-            numbers += (
-                slot,
-                position,
-                token_id if token_id < self._vocab_size else 0,
-                noise.signed(mirror.seed),
-                position + 1 - mirror.num_prompt,
-            )
-        return DecodeRows(numbers, [mirror.temperature for mirror in mirrors], self._tables)
+            known, num_prompt, seed = mirror.known, mirror.num_prompt, noise.signed(mirror.seed)
+            for position in range(known - count, known):
+                token_id = mirror.token(position)
+                fed = token_id if token_id < self._vocab_size else 0
+                numbers += (slot, position, fed, seed, position + 1 - num_prompt)
+                temperatures.append(mirror.temperature)
+        return DecodeRows(numbers, temperatures, self._tables)
 
     def _write(self, slot: int, block_ids: list[int]) -> None:
         whose, count = self._written[slot]

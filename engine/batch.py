@@ -56,7 +56,8 @@ def pad_tables(tables: Sequence[Sequence[int] | np.ndarray]) -> np.ndarray:
 class DecodeRows:
     """Rows that compute one token each, of which nothing is wanted but the next one.
 
-    Plain numbers: a step of few rows is so short that arrays made for it are felt.
+    Several may be of one slot, at positions one after the other: each sees those before it. Plain numbers: a step of
+    few rows is so short that arrays made for it are felt.
     """
 
     numbers: list[int]

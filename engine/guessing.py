@@ -40,7 +40,7 @@ class GuessingEngine(Protocol):
         ...
 
     def guess_next(self, rows: DecodeRows) -> list[Guess]:
-        """The same for rows of one token, one guess for each; only where `guesses_next`."""
+        """The same for rows of one token, also of one slot, one guess for each; only where `guesses_next`."""
         ...
 
     @property

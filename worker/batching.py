@@ -63,8 +63,8 @@ class RowPlan:
         """logits come from the last so many tokens of the row"""
         self.is_plain = samples and not draft and not wants_prompt_logprobs and sequence.params.top_logprobs is None
         """one token comes of it, and nothing else"""
-        self.is_decode = self.is_plain and num_known == 1
-        """its last known token is all that it computes"""
+        self.is_decode = samples and num_known == 1 and not wants_prompt_logprobs
+        """its last known token, and its draft, are all that it computes"""
         self.only_chooses = sequence.params.only_chooses or not (samples or wants_prompt_logprobs)
         """its logits decide tokens by themselves, or with noise"""
 
@@ -112,14 +112,22 @@ def build_batch(plans: list[RowPlan], block_tables: np.ndarray, block_size: int)
 
 
 def decode_rows(plans: list[RowPlan], block_tables: np.ndarray) -> DecodeRows:
-    """The same of rows that are all `is_decode` and `only_chooses`."""
+    """The same of rows that are all `is_decode` and `only_chooses`: one for each token, drafted ones behind the known.
+
+    The operations write the KV of all tokens before a layer looks at any, so drafted tokens see each other there.
+    """
     numbers: list[int] = []
     temperatures: list[float] = []
     for plan in plans:
         sequence = plan.sequence
         tokens, params = sequence.tokens, sequence.params
-        numbers += (sequence.slot, plan.start, tokens[-1], sequence.signed_seed, len(tokens) - sequence.num_prompt)
-        temperatures.append(0.0 if params.greedy else params.temperature)
+        slot, start, seed, first = sequence.slot, plan.start, sequence.signed_seed, len(tokens) - sequence.num_prompt
+        temperature = 0.0 if params.greedy else params.temperature
+        numbers += (slot, start, tokens[-1], seed, first)
+        temperatures.append(temperature)
+        for index, token_id in enumerate(plan.draft, 1):
+            numbers += (slot, start + index, token_id, seed, first + index)
+            temperatures.append(temperature)
     return DecodeRows(numbers, temperatures, block_tables)
 
 

@@ -23,23 +23,35 @@ def fresh(rng: random.Random, slot: int, **changes: int) -> Mirror:
     return made
 
 
-def check(rows: TokenRows, mirrors: list[Mirror]) -> None:
-    told = rows.of(mirrors)
-    batch = packed([(one, 1) for one in mirrors], SIZE, 260)
+def check(rows: TokenRows, mirrors: list[Mirror], most: int = 1) -> None:
+    """Each mirror feeds its last token, or up to `most`."""
+    counts = [1 + number % most if one.known > most else 1 for number, one in enumerate(mirrors)]
+    for one, count in zip(mirrors, counts, strict=True):
+        one.computed = one.known - count
+    told = rows.of(list(zip(mirrors, counts, strict=True)))
+    batch = packed(list(zip(mirrors, counts, strict=True)), SIZE, 260)
     slots, positions, token_ids, seeds, indices = np.array(told.numbers).reshape(-1, 5).T.tolist()
+    fed = np.repeat(np.arange(len(mirrors)), counts)
+    assert slots == fed.tolist()
     assert positions == batch.positions.tolist()
     assert token_ids == batch.token_ids.tolist()
-    tables = told.block_tables[slots]
     for row, one in enumerate(mirrors):
         count = -(-one.known // SIZE)
-        assert tables[row, :count].tolist() == batch.block_tables[row, :count].tolist() == one.block_ids[:count]
+        table = told.block_tables[row, :count].tolist()
+        assert table == batch.block_tables[row, :count].tolist() == one.block_ids[:count]
     at = np.array(positions)
-    of_tables = tables[np.arange(len(mirrors)), at // SIZE].astype(np.int64) * SIZE + at % SIZE
+    of_tables = told.block_tables[slots, at // SIZE].astype(np.int64) * SIZE + at % SIZE
     assert of_tables.tolist() == batch.slot_mapping.tolist()
-    choices = choices_of(mirrors)
-    assert told.temperatures == choices.temperatures == [one.temperature for one in mirrors]
-    assert indices == choices.output_indices == [one.known - one.num_prompt for one in mirrors]
-    assert noise.row_keys(seeds, indices).tolist() == noise.row_keys(choices.seeds, indices).tolist()
+    choices, lasts = choices_of(mirrors), np.cumsum(counts) - 1
+    assert [told.temperatures[last] for last in lasts] == choices.temperatures == [one.temperature for one in mirrors]
+    assert [indices[last] for last in lasts] == choices.output_indices
+    assert choices.output_indices == [one.known - one.num_prompt for one in mirrors]
+    assert indices == [position + 1 - mirrors[row].num_prompt for row, position in zip(fed, positions, strict=True)]
+    of_lasts = [seeds[last] for last in lasts]
+    assert (
+        noise.row_keys(of_lasts, choices.output_indices).tolist()
+        == noise.row_keys(choices.seeds, choices.output_indices).tolist()
+    )
     assert all(-(1 << 63) <= seed < 1 << 63 for seed in seeds)
 
 
@@ -50,7 +62,7 @@ def test_rounds_in_a_row() -> None:
     moves = 0
     for step in range(60):
         check(rows, rng.sample(mirrors, rng.randrange(1, len(mirrors) + 1)))
-        check(rows, mirrors)
+        check(rows, mirrors, 1 + step % 3)
         for one in mirrors:
             move = rng.randrange(5)
             if move == 0:

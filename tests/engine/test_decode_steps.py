@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,41 @@ def test_tokens_are_those_of_all_logits(
             many.tables = np.concatenate([many.tables, many.tables + 4], axis=1)
             ours.runner.forward(many.batch([0], [90]))
     assert len({token for row, prompt in enumerate(prompts) for token in ours.tokens[row][len(prompt) :]}) > 20
+
+
+@pytest.mark.parametrize("kernels", CPU_FLAGS)
+@pytest.mark.parametrize(("name", "dtype"), NAMES)
+def test_rows_of_one_slot_are_a_verification(
+    tiny_model: Callable[[str], Path], load_runner: Callable[..., ModelRunner], name: str, dtype: str, kernels: str
+) -> None:
+    """Drafts of 0 to 5 tokens behind each row's last: the tokens are those of one chunk's logits, blocks crossed."""
+    rng = random.Random(4)
+    prompts = [[rng.randrange(3, 200) for _ in range(length)] for length in (5, 30, 17, 14)]
+    engines = [load(load_runner, tiny_model(name), kernels, dtype=dtype) for _ in range(2)]
+    theirs, ours = (Rows(engine, prompts, [4, 0, 5, 2]) for engine in engines)
+    for rows in (theirs, ours):
+        rows.runner.forward(rows.batch([0] * 4, [len(tokens) - 1 for tokens in rows.tokens]))
+    for step in range(6):
+        starts = [len(tokens) - 1 for tokens in ours.tokens]
+        for tokens in ours.tokens:
+            tokens += [rng.randrange(3, 200) for _ in range(rng.randrange(6))]
+        theirs.tokens = [list(tokens) for tokens in ours.tokens]
+        batch = theirs.batch(starts, [len(tokens) for tokens in theirs.tokens])
+        batch = replace(batch, logit_indices=np.arange(len(batch.token_ids)))
+        numbers: list[int] = []
+        wanted: list[tuple[int, int]] = []
+        for row, (start, tokens) in enumerate(zip(starts, ours.tokens, strict=True)):
+            for position in range(start, len(tokens)):
+                index = position + 1 - ours.num_prompt[row]
+                signed = int(np.array([SEEDS[row]], np.uint64).view(np.int64)[0])
+                numbers += [ours.slots[row], position, tokens[position], signed, index]
+                wanted.append((row, index))
+        sampled = [
+            SampleRow(SamplingParams(temperature=TEMPERATURES[row]), SEEDS[row], index, [0], 1) for row, index in wanted
+        ]
+        expected = sample(theirs.runner.forward(batch), sampled).token_ids
+        temperatures = [TEMPERATURES[row] for row, _ in wanted]
+        assert ours.runner.decode(DecodeRows(numbers, temperatures, ours.tables)) == expected, f"step {step}"
 
 
 def test_what_can_not_be_is_refused(tiny_model: Callable[[str], Path], load_runner: Callable[..., ModelRunner]) -> None:

@@ -164,7 +164,7 @@ def test_guesses_are_the_best_two_of_its_logits(made: tuple[Path, Draft], kernel
         batch, choices = packed(feeding, 16, VOCAB_SIZE), choices_of(some)
         expected = best_two(theirs.forward(batch), choices)
         if step > 3 and step % 4 and ours.guesses_next:
-            found = ours.guess_next(rows.of(some))
+            found = ours.guess_next(rows.of([(one, 1) for one in some]))
         else:
             found = ours.guess(batch, choices)
         assert found == expected

@@ -85,6 +85,36 @@ def test_tokens_are_plain_ones_and_no_logits_are_asked_for(
     assert engine.calls == ["choose"] + ["decode"] * 29
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_verification_is_a_decode_of_more_rows(
+    make_rig: Any,
+    plain_tokens: Callable[..., list[int]],
+    scripted_drafting: Any,
+    temperature: float,
+) -> None:
+    """Rows with drafts, right, wrong or none, beside each other; as many native rows as tokens."""
+    prompts = {0: [5, 6, 7, 8, 9], 3: [11, 12], 4: [9, 9, 9]}
+    truth = {slot: plain_tokens(prompt, 7, temperature, 30) for slot, prompt in prompts.items()}
+
+    def propose(slot: int, tokens: list[int], limit: int) -> list[int]:
+        done = len(tokens) - len(prompts[slot])
+        right = truth[slot][done : done + min(limit, slot)]
+        return right if done % 3 else [*right[:1], *((token + 1) % 260 for token in right[1:])]
+
+    engine = ChoosingFake()
+    rig = make_rig(scripted_drafting(propose), engine=engine)
+    params = SamplingParams(temperature=temperature, max_tokens=30)
+    admissions = [rig.admission(slot, prompt, seed=7, params=params) for slot, prompt in prompts.items()]
+    rig.step([(slot, len(prompt), 0) for slot, prompt in prompts.items()], admissions=admissions)
+    while any(not rig.executor.sequences.get(slot).ended for slot in prompts):
+        rig.step([(slot, 0, 4) for slot in prompts])
+    assert {slot: rig.output(slot) for slot in prompts} == truth
+    assert set(engine.calls[1:]) == {"decode"}
+    assert len(engine.calls) < 31
+    assert max(outcome.num_model_tokens for outcome in rig.outcomes[1:]) == 1 + 4 + 5
+    assert sum(sum(outcome.num_accepted_tokens) for outcome in rig.outcomes) > 20
+
+
 @pytest.mark.parametrize(
     "params",
     [{"top_p": 0.9}, {"top_k": 5}, {"repetition_penalty": 1.3}, {"top_logprobs": 1}, {"logit_bias": {4: 1.0}}],
