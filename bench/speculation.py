@@ -36,6 +36,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import grpc
 from tandem.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc, types_pb2
@@ -142,6 +143,7 @@ async def run_once(cluster: Cluster, case: Case, number: int, drafts: bool, prom
         draft_budget=_total(after, "draft_budget_tokens") - _total(before, "draft_budget_tokens"),
         drafted=_by_position(before, after, "position_drafted_tokens"),
         accepted=_by_position(before, after, "position_accepted_tokens"),
+        waited_s=_total(after, "drafting_s") - _total(before, "drafting_s"),
         parts_cpu_s={name: spent - cpu_before[name] for name, spent in _cpu_s(cluster).items()},
         client_cpu_s=time.process_time() - own_before,
         samples=tuple(samples),
@@ -165,7 +167,7 @@ async def _sample(cluster: Cluster, samples: list[Sample]) -> None:
         before = now
 
 
-def _total(status: admin_pb2.GetStatusResponse, name: str) -> int:
+def _total(status: admin_pb2.GetStatusResponse, name: str) -> Any:
     return sum(getattr(worker, name) for worker in status.workers)
 
 

@@ -1,7 +1,7 @@
 """What speculation could bring at most, by what was measured: the formula beside the figure.
 
 A run without drafts takes D seconds, of which S steps of n rows take S · T(n); the rest R (prompts, gaps) stays what it
-is. With drafts the same tokens take S' steps of n' rows, k of them drafted for each, and the draft worker C seconds of
+is. With drafts the same tokens take S' steps of n' rows, k of them drafted for each, and guessing takes C seconds of
 processor time for all of them together:
 
     speed-up  ≤  D / (R + S' · T(n' · (1 + k)))          where drafting costs the target nothing
@@ -51,6 +51,6 @@ def bound_of(runs: Sequence[Run], plain: Sequence[tuple[float, float]]) -> Bound
     size_off, size_on = max(1.0, rows_off), max(1.0, rows_on * (1 + k))
     rest_s = max(0.0, duration_s - share * steps_off * curve.at(size_off))
     verifying_s = rest_s + steps_on * curve.at(size_on)
-    drafting_s = sum(run.parts_cpu_s.get("draft", 0.0) for run in on)
+    drafting_s = sum(run.guessing_s for run in on)
     measured = all(min(abs(size - known) for known, _ in plain) <= NEAR * size for size in (size_off, size_on))
     return Bound(duration_s / verifying_s, duration_s / (verifying_s + drafting_s), measured)

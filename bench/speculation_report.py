@@ -12,9 +12,9 @@ from bench.ratios import Ratio
 from bench.speculation_bound import Bound, bound_of
 from bench.speculation_runs import Case, Run, StepTimes, acceptance, cases_of, differing, pairs_of, ratio
 
-BOUND = """c: the draft worker's CPU time for each draft token asked for. Bound: what these steps would make of the run
-without drafts at T(n) below, where the draft worker and the target take turns, and where drafting costs the target
-nothing (`bench/speculation_bound.py`); with a question mark where T(n) near such sizes was not measured."""
+BOUND = """c: the time of guessing (a draft worker's CPU time) for each draft token asked for. Bound: what these steps
+would make of the run without drafts at T(n) below, where guessing and the target take turns, and where guessing costs
+the target nothing (`bench/speculation_bound.py`); with a question mark where T(n) near such sizes was not measured."""
 
 
 def as_text(runs: Sequence[Run], step_times: StepTimes) -> str:
@@ -26,7 +26,7 @@ def as_text(runs: Sequence[Run], step_times: StepTimes) -> str:
         on = [run for run in runs if run.case == case and run.drafts and not run.errors]
         rows = sum(run.decode_rows for run in on) or 1
         budget, right = sum(run.draft_budget for run in on), sum(sum(run.accepted) for run in on)
-        spent = sum(run.parts_cpu_s.get("draft", 0.0) for run in on)
+        spent = sum(run.guessing_s for run in on)
         shares = " ".join(f"{share:.0%}" for share in acceptance(on)[:6])
         bound = _bound(runs, case, step_times)
         cells = [_median(off), _median(on), str(ratio(runs, case) or "-")]

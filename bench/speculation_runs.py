@@ -57,10 +57,17 @@ class Run:
     """tokens verified behind right ones, by position"""
     accepted: tuple[int, ...] = ()
     parts_cpu_s: dict[str, float] = field(default_factory=dict)
+    waited_s: float = 0.0
+    """of its steps, guessing drafts or waiting for them"""
     client_cpu_s: float = 0.0
     samples: tuple[Sample, ...] = ()
     answers_digest: str = ""
     """over all tokens of all answers: drafts must not change it"""
+
+    @property
+    def guessing_s(self) -> float:
+        """A draft worker's CPU time; where workers guess for themselves, what that took of their steps."""
+        return self.parts_cpu_s.get("draft", self.waited_s)
 
     @property
     def tokens_per_s(self) -> float:

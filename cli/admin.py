@@ -49,6 +49,8 @@ class WorkerStatus:
     plain_steps: tuple[tuple[float, float], ...]
     """(tokens, seconds), by tokens"""
     drafting_steps: tuple[tuple[float, float], ...]
+    drafting_s: float
+    """of its steps, guessing drafts or waiting for them"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 scheduler ◀── gateway            one each; with a shared state, standbys scheduler-1 … of the scheduler
     ▲─── worker-0 … worker-N-1   the cores are split among them
-    └─── draft                   one thread, unless --draft none
+    └─── draft                   one thread, unless workers guess for themselves, or nobody does
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ class ClusterOptions:
     num_workers: int
     draft: str
     """a folder, or ngram, none, fake"""
+    own_drafts: bool = False
+    """workers guess for themselves; else a draft worker does"""
     engine: str
     num_cores: int
     host: str = "127.0.0.1"
@@ -125,7 +127,7 @@ def worker_specs(options: ClusterOptions, scheduler: str) -> list[ChildSpec]:
         ("max-sequences", options.max_sequences),
         ("max-model-len", options.max_model_len),
         ("threads", options.worker_threads),
-        ("draft", "off" if options.draft == "none" else "on"),
+        *_draft_flags(options),
         ("drain-timeout-s", options.drain_timeout_s),
         ("fake-step-ms", options.fake_step_ms),
         ("fake-token-us", options.fake_token_us),
@@ -139,7 +141,7 @@ def worker_specs(options: ClusterOptions, scheduler: str) -> list[ChildSpec]:
 
 def draft_specs(options: ClusterOptions, scheduler: str) -> list[ChildSpec]:
     """The draft worker, or nothing."""
-    if options.draft == "none":
+    if options.draft == "none" or options.own_drafts:
         return []
     flags: Settings = [
         ("worker-id", "draft"),
@@ -156,6 +158,18 @@ def draft_specs(options: ClusterOptions, scheduler: str) -> list[ChildSpec]:
         ("threads", 1),
     ]
     return [ChildSpec("draft", "draft_worker", _spell(flags), _thread_env(1))]
+
+
+def _draft_flags(options: ClusterOptions) -> Settings:
+    """What a worker is told of drafts."""
+    if options.draft == "none" or not options.own_drafts:
+        return [("draft", "off" if options.draft == "none" else "on")]
+    return [
+        ("draft", "own"),
+        ("draft-model", options.draft),
+        ("proposer", options.proposer),
+        ("vocabulary", options.draft_vocabulary),
+    ]
 
 
 def _later_port(port: int, offset: int) -> int:

@@ -57,6 +57,13 @@ def add_parser(commands: Subparsers) -> None:
         help="how it guesses: with its model, by what stood in the text before, or by both (default: all that it has)",
     )
     add(
+        "--drafting",
+        choices=("auto", "worker", "apart"),
+        default="auto",
+        help="where: in each worker, between its steps; apart, in a draft worker; auto: in the workers where the model "
+        "computes on the CPU, whose cores a draft worker would share (the default)",
+    )
+    add(
         "--draft-vocabulary",
         choices=("same", "intersection", "text"),
         help="what the draft model's tokenizer is to the target's (default same); others draft by common ids, or text",
@@ -112,6 +119,7 @@ def run(args: argparse.Namespace) -> int:
             served_model_name=args.served_model_name or model_source.served_name(args.model, folder),
             num_workers=args.workers,
             draft=args.draft,
+            own_drafts=_own_drafts(args.drafting, args.draft, args.engine, args.device),
             engine=args.engine,
             num_cores=_num_cores(),
             host=args.host,
@@ -128,6 +136,18 @@ _PASSED_ON = (
     *("max_model_len", "speculation", "max_draft_tokens", "token_budget", "max_waiting", "max_concurrent_requests"),
     *("max_message_mib", "drain_timeout_s", "fake_step_ms", "fake_token_us", "proposer", "draft_vocabulary"),
 )
+
+
+GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd")
+"""one of these is there where torch may find a GPU; asking torch would take seconds"""
+
+
+def _own_drafts(drafting: str, draft: str, engine: str, device: str | None) -> bool:
+    """Whether workers guess for themselves. The fake draft is there to stand for a draft worker's."""
+    if drafting != "auto" or draft == "none":
+        return drafting == "worker" and draft != "none"
+    on_cpu = device == "cpu" or (device != "cuda" and not any(Path(driver).exists() for driver in GPU_DRIVERS))
+    return on_cpu and "fake" not in (draft, engine)
 
 
 class PortTaken(Exception):

@@ -12,7 +12,7 @@ def _setting(default: Any, help: str, **metadata: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class ProposerConfig:
-    """How it is guessed, and from what."""
+    """How it is guessed, and from what. A worker with drafts of its own has these as a draft worker does."""
 
     proposer: str = _setting(
         "auto",

@@ -66,13 +66,13 @@ class MirrorTable:
             if mirror is not None and mirror.generation <= close.generation:
                 gone.append(self._mirrors.pop((stream, close.slot)))
         for opening in news.opens:
-            gone += self._open(stream, opening)
+            gone += self.open(stream, opening)
         for commit in news.commits:
             mirror = self._mirrors.get((stream, commit.slot))
             if mirror is None or mirror.generation != commit.generation:
                 continue
             if commit.base == len(mirror.tokens):
-                gone += self._commit(mirror, commit.token_ids)
+                gone += self.commit(mirror, commit.token_ids)
             if mirror.base_hash != commit.prefix_hash:
                 gone.append(self._mirrors.pop((stream, commit.slot)))
         return gone
@@ -100,7 +100,8 @@ class MirrorTable:
         branches = [branch for mirror in mirrors for branch in mirror.branches if branch.wanted > 0]
         return (ahead + branches)[:RUN_AHEAD_ROWS]
 
-    def _commit(self, mirror: Mirror, token_ids: list[int]) -> list[Mirror]:
+    def commit(self, mirror: Mirror, token_ids: list[int]) -> list[Mirror]:
+        """Tokens became known behind a mirror's own; returns the mirrors that are no more."""
         self.odds.learn(mirror, token_ids)
         mirror.since = next(self._turns)
         self.num_branches_won -= mirror.num_won
@@ -109,7 +110,8 @@ class MirrorTable:
         mirror.reach = self.odds.reach(mirror)
         return gone
 
-    def _open(self, stream: int, opening: Open) -> list[Mirror]:
+    def open(self, stream: int, opening: Open) -> list[Mirror]:
+        """A sequence is to be followed, unless it is refused; returns the mirrors that are no more."""
         key = (stream, opening.slot)
         old = self._mirrors.pop(key, None)
         gone = [] if old is None else [old]

@@ -148,6 +148,7 @@ def step_outcome(result: Any) -> StepOutcome:
         errors={entry.row: entry.status for entry in result.errors},
         duration_s=result.duration_s,
         num_model_tokens=result.num_model_tokens,
+        drafting_s=result.drafting_s,
     )
 
 
@@ -291,6 +292,7 @@ def worker_status(worker: WorkerState, epoch: int, last_step_s: float) -> Any:
         position_accepted_tokens=worker.speculation.totals.accepted,
         plain_steps=_durations(worker.speculation.plain_times.curve),
         drafting_steps=_durations(worker.speculation.drafting_times.curve),
+        drafting_s=worker.drafting_s,
         generated_tokens=worker.generated_tokens,
     )
 

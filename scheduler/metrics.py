@@ -34,12 +34,16 @@ class CellCollector:
             "tandem_position_drafted_tokens", "Draft tokens verified behind right ones.", labels=by_position
         )
         right = CounterMetricFamily("tandem_position_accepted_tokens", "Those that were right.", labels=by_position)
+        spent = CounterMetricFamily(
+            "tandem_drafting_seconds", "Of steps, guessing drafts or waiting for them.", labels=("worker",)
+        )
         gain = GaugeMetricFamily(
             "tandem_speculation_gain", "Expected tokens per second by those without drafts.", labels=("worker",)
         )
         for worker in core.workers.values():
             rows.add_metric([worker.worker_id], worker.decode_rows)
             asked.add_metric([worker.worker_id], worker.draft_budget)
+            spent.add_metric([worker.worker_id], worker.drafting_s)
             gain.add_metric([worker.worker_id], worker.speculation.gain)
             totals = worker.speculation.totals
             for position, (count, accepted) in enumerate(zip(totals.tried, totals.accepted, strict=True), 1):
@@ -51,4 +55,4 @@ class CellCollector:
             blocks.add_metric([worker.worker_id, "referenced"], pool.num_referenced)
             running.add_metric([worker.worker_id], len(worker.running))
             steps.add_metric([worker.worker_id], worker.steps - len(worker.in_flight))
-        yield from (blocks, running, steps, rows, asked, tried, right, gain)
+        yield from (blocks, running, steps, rows, asked, tried, right, spent, gain)

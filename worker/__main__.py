@@ -20,7 +20,8 @@ from worker.config import WorkerConfig
 from worker.draft_links import DraftLinks
 from worker.executor import Executor, NoDrafting
 from worker.inspection import look
-from worker.loading import cores_of, load_engine
+from worker.loading import cores_of, load_engine, load_own_proposer
+from worker.own_drafts import OwnDrafts
 from worker.profile import StepTimes, measure_step_times
 from worker.sequences import SequenceTable, limits_of
 from worker.stepping import CLOSE_TIMEOUT_S, StepThread
@@ -48,8 +49,8 @@ async def serve(config: WorkerConfig) -> int:
     worker.address = address
     stop = asyncio.Event()
     parts = [asyncio.ensure_future(worker.attachment.run()), asyncio.ensure_future(worker.report_health(health))]
-    if worker.link is not None:
-        parts.append(asyncio.ensure_future(worker.link.run()))
+    if worker.drafts is not None:
+        parts.append(asyncio.ensure_future(worker.drafts.run()))
     for part in parts:
         part.add_done_callback(lambda _: stop.set())
     worker.steps.failed.add_done_callback(lambda _: stop.set())
@@ -78,10 +79,11 @@ class Worker:
         self.config = config
         self.steps = StepThread(self.send_outcome, config.hung_step_s)
         self.address = "-"
-        self.link: DraftLinks | None = None
+        self.drafts: DraftLinks | OwnDrafts | None = None
         self.attachment: Attachment
         self.worker_id = config.worker_id or f"worker-{uuid.uuid4().hex[:8]}"
         self._ready = False
+        self._loop = asyncio.get_running_loop()
 
     async def look(self) -> inspection.Holdings:
         """What the worker holds; while it loads: nothing."""
@@ -96,6 +98,10 @@ class Worker:
     def send_heartbeat(self) -> None:
         """The scheduler should know at once that drafts can, or can't, be had."""
         self.attachment.send_heartbeat()
+
+    def send_heartbeat_soon(self) -> None:
+        """The same, from the step thread."""
+        self._loop.call_soon_threadsafe(self.send_heartbeat)
 
     def note_attached(self, attached: bool) -> None:
         """Say once on stdout that the worker serves."""
@@ -130,8 +136,11 @@ async def _build(worker: Worker) -> None:
     if config.profile_s > 0 and config.engine != "fake":
         step_times = await worker.steps.load(lambda: measure_step_times(engine, config.profile_s))
         logs.event(logger, "step times", ms={size: round(1e3 * seconds, 3) for size, seconds in step_times})
-    if config.draft == "on":
-        worker.link = DraftLinks(
+    if config.draft == "own":
+        proposer = await worker.steps.load(lambda: load_own_proposer(config))
+        worker.drafts = OwnDrafts(proposer, limits.max_sequences, worker.send_heartbeat_soon)
+    elif config.draft == "on":
+        worker.drafts = DraftLinks(
             worker_id=worker_id,
             model=config.model_name,
             vocab_size=limits.vocab_size,
@@ -139,8 +148,8 @@ async def _build(worker: Worker) -> None:
             stall_s=config.draft_stall_s,
             on_change=worker.send_heartbeat,
         )
-        worker.link.step_times = step_times
-    executor = Executor(engine, SequenceTable(limits, choice_seed), worker.link or NoDrafting())
+        worker.drafts.step_times = step_times
+    executor = Executor(engine, SequenceTable(limits, choice_seed), worker.drafts or NoDrafting())
     worker.steps.adopt(executor)
     worker.attachment = Attachment(
         leaders=follow(config.schedulers(), config.state, config.cluster, config.cell),
@@ -149,7 +158,7 @@ async def _build(worker: Worker) -> None:
         model=config.model_name,
         steps=worker.steps,
         executor=executor,
-        link=worker.link,
+        drafts=worker.drafts,
         step_times=step_times,
         on_attached=worker.note_attached,
     )

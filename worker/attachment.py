@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import grpc
 from tandem.v1 import scheduler_pb2, scheduler_pb2_grpc
@@ -33,7 +34,6 @@ from worker.convert import (
     result_to_proto,
     step_from_proto,
 )
-from worker.draft_links import DraftLinks
 from worker.executor import Executor
 from worker.stepping import StepThread, TooManySteps
 from worker.steps import Resident, StepOutcome
@@ -45,6 +45,22 @@ HEARTBEAT_S = 1.0
 MAX_BACKOFF_S = 2.0
 LEAVE_TIMEOUT_S = 5.0
 """how long an old leader may take to see that the worker has left; nobody waits for it meanwhile"""
+
+
+class Drafts(Protocol):
+    """Where drafts come from, as the scheduler is told of it and has a say in it."""
+
+    longest_draft: int
+    """largest draft budget of a row; 0: not told"""
+
+    @property
+    def drafting(self) -> bool:
+        """Whether drafts can be had."""
+        ...
+
+    def set_addresses(self, addresses: Sequence[str]) -> None:
+        """Where draft workers are now."""
+        ...
 
 
 class StreamEnded(Exception):
@@ -67,7 +83,7 @@ class Attachment:
         model: str,
         steps: StepThread,
         executor: Executor,
-        link: DraftLinks | None,
+        drafts: Drafts | None,
         step_times: Sequence[tuple[int, float]] = (),
         on_attached: Callable[[bool], None] = lambda attached: None,
     ) -> None:
@@ -80,7 +96,7 @@ class Attachment:
         self._steps = steps
         self._fingerprint = executor.engine.info.fingerprint
         self._limits = executor.sequences.limits
-        self._link = link
+        self._drafts = drafts
         self._step_times = step_times
         self._on_attached = on_attached
         self._term = 0
@@ -231,9 +247,9 @@ class Attachment:
             kind = message.WhichOneof("message")
             if kind == "step":
                 self._take(message.step)
-            elif kind == "draft_workers" and self._link is not None:
-                self._link.longest_draft = message.draft_workers.max_draft_tokens
-                self._link.set_addresses(list(message.draft_workers.addresses))
+            elif kind == "draft_workers" and self._drafts is not None:
+                self._drafts.longest_draft = message.draft_workers.max_draft_tokens
+                self._drafts.set_addresses(list(message.draft_workers.addresses))
             elif kind == "drain":
                 self.to_be_relieved = True
             elif kind == "drained":
@@ -258,7 +274,7 @@ class Attachment:
             await asyncio.sleep(HEARTBEAT_S)
 
     def _heartbeat(self) -> scheduler_pb2.AttachRequest:
-        drafting = self._link is not None and self._link.drafting
+        drafting = self._drafts is not None and self._drafts.drafting
         return heartbeat_to_proto(self.last_step, self._steps.running_step_s(), drafting)
 
     def _set_attached(self, attached: bool) -> None:

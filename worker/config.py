@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from drafting.config import ProposerConfig
+
 
 def _setting(default: Any, help: str, **metadata: Any) -> Any:
     return field(default=default, metadata={"help": help, **metadata})
 
 
-@dataclass(frozen=True)
-class WorkerConfig:
+@dataclass(frozen=True, kw_only=True)
+class WorkerConfig(ProposerConfig):
     """Runs the target model: attaches to the scheduler and executes the steps that it plans."""
 
     model: str = field(metadata={"help": "folder or hub id of the target model", "metavar": "FOLDER"})
@@ -60,7 +62,18 @@ class WorkerConfig:
     threads: int = _setting(0, "CPU threads of the model; 0: one per core", min=0)
     host: str = _setting("127.0.0.1", "address of the health service")
     port: int = _setting(-1, "port of the health service; 0: any free one, -1: none", min=-1, max=65535)
-    draft: str = _setting("on", "whether draft workers are used", choices=("on", "off"))
+    draft: str = _setting(
+        "on",
+        "who guesses: draft workers (on), nobody (off), or this worker between its own steps (own), with "
+        "--draft-model: so it pays most where that would compute on the target's cores",
+        choices=("on", "off", "own"),
+    )
+    draft_model: str = _setting(
+        "ngram",
+        "with --draft own: folder or hub id of a small model, folder of a distilled draft, ngram or fake",
+        metavar="FOLDER|ngram|fake",
+    )
+    draft_kv_cache_gib: float = _setting(0.5, "with --draft own: KV memory of the draft model", min=0.001)
     draft_stall_s: float = _setting(2.0, "a draft worker that is silent for so long is left alone", min=0.05)
     profile_s: float = _setting(
         1.0, "longest that step times are measured at start, for draft budgets; 0: not at all", min=0.0
@@ -82,6 +95,8 @@ class WorkerConfig:
 
     def validate(self) -> None:
         """Raise ValueError for what no single field shows."""
+        if self.draft == "own" and self.draft_model == "ngram" and self.proposer in ("model", "combined"):
+            raise ValueError(f"--proposer {self.proposer} needs a model: --draft-model FOLDER")
         if self.state != "memory" and not self.state.startswith(("redis://", "rediss://", "unix://")):
             raise ValueError(f"--state is memory or a Redis URL such as redis://127.0.0.1:6379/0, not {self.state!r}")
         if "=" in self.model_name:

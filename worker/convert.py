@@ -55,6 +55,7 @@ def result_to_proto(outcome: StepOutcome) -> scheduler_pb2.AttachRequest:
         errors=[scheduler_pb2.RowError(row=failure.row, status=_status(failure)) for failure in outcome.failures],
         duration_s=outcome.duration_s,
         num_model_tokens=outcome.num_model_tokens,
+        drafting_s=outcome.drafting_s,
     )
     # Extended, not passed: the stubs type enum members, and the numbers are the wire's own.
     result.finish_reasons.extend(outcome.finishes)  # type: ignore[arg-type]

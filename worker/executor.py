@@ -31,6 +31,8 @@ from worker.steps import Step, StepOutcome
 
 logger = logging.getLogger(__name__)
 
+MOST_READ_AGAIN = 4096
+"""tokens; beyond, drafted tokens go through the engine with their row, which reads its KV once for all of them"""
 BROKEN_AFTER = 2
 """rows that failed alone, with no success in between, after which the engine itself is to blame"""
 
@@ -48,7 +50,7 @@ class EngineBroken(RuntimeError):
 
 
 class Drafting(Protocol):
-    """Who knows drafts. Called from the executor's thread only; no call raises, and none but `wait` blocks."""
+    """Who knows drafts. Called from the executor's thread only; no call raises, and none but `wait` takes time."""
 
     def tail(self, slot: int, tokens: list[int], limit: int) -> list[int]:
         """At most `limit` guessed tokens to follow `tokens`, all the sequence's known ones; often none."""
@@ -67,9 +69,10 @@ class Drafting(Protocol):
         ...
 
     def wait(self, rows: list[tuple[Sequence, int]], before: Callable[[], None]) -> None:
-        """A step of such decode rows, each with its draft budget, is about to begin: wait for late tails while it pays.
+        """A step of such decode rows, each with its draft budget, is about to begin: wait for late tails, or guess,
+        while it pays.
 
-        `before` is called before a wait.
+        `before` is called before what takes long.
         """
         ...
 
@@ -135,14 +138,17 @@ class Executor:
         settlement = Settlement(step)
         self.apply_slots(step)
         speculative = any(step.max_draft_tokens) and not any(step.num_prefill_tokens)
+        drafting_s = 0.0
         if speculative:
             self._wait_for_tails(step)
+            drafting_s = self._clock() - began_s
         plans = self.plan(step, settlement)
         self.drafting.flush()
         if plans:
             self._compute_all(plans, settlement)
             self.tell_drafting(plans)
         outcome = settlement.outcome(self._clock() - began_s)
+        outcome.drafting_s = drafting_s
         if speculative:
             self.drafting.learn(outcome)
         return outcome
@@ -275,7 +281,7 @@ class Executor:
 
     def _choose(self, chooser: ChoosingEngine, plans: list[RowPlan]) -> list[int]:
         """One token for each position that samples, row after row, -1 where there is none; no logits are seen."""
-        if all(plan.is_decode for plan in plans):
+        if all(plan.is_decode for plan in plans) and _read_again(plans) <= MOST_READ_AGAIN:
             rows = decode_rows(plans, self.sequences.block_tables)
             rows.bell = self._bell()
             return chooser.decode(rows)
@@ -297,6 +303,11 @@ class Executor:
             if plan.samples:
                 _append_sample_rows(rows, plan)
         return logits, sample(_sampling_logits(logits, plans), rows)
+
+
+def _read_again(plans: list[RowPlan]) -> int:
+    """Tokens whose KV drafted tokens read another time, where each is a row of its own."""
+    return sum(len(plan.draft) * plan.start for plan in plans if plan.draft)
 
 
 def _append_sample_rows(rows: list[SampleRow], plan: RowPlan) -> None:

@@ -13,9 +13,11 @@ in a row went unanswered, none is waited for.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
 from cluster.draft_news import Open, Tail
 from engine.prefix_hash import extend
+from worker.sequences import Sequence
 
 HASHES_KEPT = 128
 MAX_TAILS = 8
@@ -110,6 +112,26 @@ class Followed:
     def hash_at(self, length: int) -> int | None:
         index = length - self.first_hashed
         return self.hashes[index] if 0 <= index < len(self.hashes) else None
+
+
+def opening_of(sequence: Sequence, generation: int, max_draft_tokens: int) -> Open:
+    """All that is known of a sequence, for who is to guess; its list of tokens is its own."""
+    return Open(
+        sequence.slot,
+        generation,
+        list(sequence.tokens),
+        sequence.num_prompt,
+        sequence.choice_seed,
+        sequence.params.temperature,
+        max_draft_tokens,
+        sequence.draft_source,
+        _tenant(sequence.cache_salt),
+    )
+
+
+def _tenant(cache_salt: str) -> bytes:
+    """Sequences with the same salt share cached prefixes, and what is drafted from; the salt itself goes nowhere."""
+    return blake2b(cache_salt.encode(), digest_size=16).digest() if cache_salt else b""
 
 
 def _may_serve(tail: Tail, tokens: list[int]) -> bool:

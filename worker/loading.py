@@ -11,6 +11,8 @@ import torch
 
 from cluster.cores import own_cores
 from cluster.logs import event
+from drafting.loading import ProposerOptions, load_proposer
+from drafting.proposer import Proposer
 from engine.batch import AheadEngine, Engine
 from engine.errors import ModelError
 from worker.config import WorkerConfig
@@ -36,6 +38,25 @@ def load_engine(config: WorkerConfig) -> Engine:
         runs_ahead=isinstance(engine, AheadEngine) and engine.runs_ahead,
     )
     return engine
+
+
+def load_own_proposer(config: WorkerConfig) -> Proposer:
+    """Who guesses on this thread, between steps; computes where the target does. Raises ModelError for what can't be.
+
+    An index needs no target, and the fake draft only the number of its ids.
+    """
+    options = ProposerOptions(
+        draft=config.draft_model,
+        target_model=config.model,
+        config=config,
+        dtype=config.dtype,
+        device=config.device,
+        kv_cache_gib=config.draft_kv_cache_gib,
+        threads=config.threads,
+    )
+    proposer = load_proposer(options)
+    event(logger, "own drafts", proposer=proposer.name)
+    return proposer
 
 
 def cores_of(config: WorkerConfig) -> str:

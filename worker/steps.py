@@ -116,6 +116,8 @@ class StepOutcome:
     failures: list[RowFailure] = field(default_factory=list)
     duration_s: float = 0.0
     num_model_tokens: int = 0
+    drafting_s: float = 0.0
+    """of duration_s, what went into guessing drafts or waiting for them"""
 
 
 @dataclass(frozen=True, slots=True)

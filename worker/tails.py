@@ -18,12 +18,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from hashlib import blake2b
 from math import inf
 
-from cluster.draft_news import Close, Commit, News, Open, Tail
+from cluster.draft_news import Close, Commit, News, Tail
 from engine.prefix_hash import prefix_hash
-from worker.followed import Followed
+from worker.followed import Followed, opening_of
 from worker.sequences import Sequence
 
 MAX_PENDING_TOKENS = 256
@@ -188,23 +187,13 @@ class TailTable:
             self._close(slot)
         generation = self._generations.get(slot, 0) + 1
         self._generations[slot] = generation
-        tokens = list(sequence.tokens)
+        tokens = sequence.tokens
         self._followed[slot] = Followed(
             generation=generation,
             max_draft_tokens=max_draft_tokens,
             first_hashed=len(tokens),
             hashes=[prefix_hash(tokens)],
-            opening=Open(
-                slot,
-                generation,
-                tokens,
-                sequence.num_prompt,
-                sequence.choice_seed,
-                sequence.params.temperature,
-                max_draft_tokens,
-                sequence.draft_source,
-                _tenant(sequence.cache_salt),
-            ),
+            opening=opening_of(sequence, generation, max_draft_tokens),
             heard=len(tokens),
         )
         self._num_opening += 1
@@ -249,8 +238,3 @@ class TailTable:
         self._closes.clear()
         self._dirty.clear()
         self._num_opening = 0
-
-
-def _tenant(cache_salt: str) -> bytes:
-    """Sequences with the same salt share cached prefixes, and what is drafted from; the salt itself goes nowhere."""
-    return blake2b(cache_salt.encode(), digest_size=16).digest() if cache_salt else b""

@@ -6,6 +6,7 @@ cancelled (its tokens are ignored), preempted or moved (its tokens count; it wai
 
 from __future__ import annotations
 
+from math import inf
 from typing import TYPE_CHECKING
 
 from scheduler.core.block_tables import register_full_blocks
@@ -115,6 +116,8 @@ def apply_outcome(scheduler: Scheduler, worker: WorkerState, outcome: StepOutcom
         if state is not State.RUNNING and sequence.in_flight == 0 and sequence in worker.leaving:
             scheduler.settle(worker, sequence)
     worker.generated_tokens += generated
+    if 0.0 < outcome.drafting_s < inf:
+        worker.drafting_s += outcome.drafting_s
     scheduler.counters.generated_tokens += generated
     scheduler.counters.drafted_tokens += sum(num_drafted)
     scheduler.counters.accepted_tokens += sum(outcome.num_accepted)

@@ -74,6 +74,8 @@ class StepOutcome:
     duration_s: float = 0.0
     num_model_tokens: int = 0
     """that went through the model; 0: not told"""
+    drafting_s: float = 0.0
+    """of duration_s, what went into guessing drafts or waiting for them"""
 
 
 class Update(NamedTuple):

@@ -69,6 +69,8 @@ class WorkerState:
     """issued so far"""
     draft_budget: int = 0
     """sum of their k"""
+    drafting_s: float = 0.0
+    """what its steps spent guessing drafts or waiting for them"""
     suspect: Sequence | None = None
     """the running sequence that steps must not share with any other; at most one"""
     shared_steps: int = 0

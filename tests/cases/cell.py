@@ -210,7 +210,7 @@ async def _worker(scheduler: str, engine: Any, drafting: bool) -> AsyncIterator[
             model=MODEL,
             steps=steps,
             executor=executor,
-            link=link,
+            drafts=link,
         )
     )
     tasks = [asyncio.ensure_future(parts[0].run())]

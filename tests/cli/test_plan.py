@@ -97,6 +97,17 @@ def test_cores_are_split_among_workers(cores: int, workers: int, threads: int) -
     assert {dict(spec.env)["OMP_NUM_THREADS"] for spec in specs} == {str(threads)}
 
 
+def test_workers_may_guess_for_themselves() -> None:
+    given = options(own_drafts=True, draft="/models/d", proposer="combined", draft_vocabulary="text", dtype="float32")
+    assert plan.draft_specs(given, "s") == []
+    (spec,) = plan.worker_specs(given, "s")
+    worker = config.load(WorkerConfig, "worker", argv=spec.arguments()[3:], env={})
+    assert (worker.draft, worker.draft_model) == ("own", "/models/d")
+    assert (worker.proposer, worker.vocabulary) == ("combined", "text")
+    nobody = plan.worker_specs(options(own_drafts=True, draft="none"), "s")[0]
+    assert dict(nobody.flags)["draft"] == "off"
+
+
 def test_without_drafts_there_is_no_draft_worker() -> None:
     given = options(draft="none")
     assert plan.draft_specs(given, "s") == []

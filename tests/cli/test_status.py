@@ -41,6 +41,7 @@ def cell(
         position_accepted_tokens=[accepted, accepted // 2],
         plain_steps=[admin_pb2.StepDuration(num_tokens=n, seconds=n / 100) for n in range(1, 30)],
         speculation_gain=1.375,
+        drafting_s=0.5,
     )
     message = admin_pb2.GetStatusResponse(
         term=5,

@@ -82,6 +82,9 @@ class Process:
         return await self.child.wait()
 
 
+OWN = "own"
+
+
 @dataclass
 class Cluster:
     """The processes, and a client's view of them."""
@@ -106,11 +109,14 @@ class Cluster:
     ) -> Cluster:
         """Scheduler first, then everything else side by side. `flags` are the workers'.
 
+        `draft`: a draft worker's, or OWN: each worker guesses for itself, with the fake draft unless flags say another.
         Without `model`, a folder with real weights, the engine is the fake one. The served name is the same.
         """
         from cli.fake_model import write_fake_model
 
         flags.setdefault("engine", "fake" if model is None else "transformers")
+        if draft == OWN:
+            flags, draft = {"draft": "own", "draft_model": "fake", **flags}, None
         if model is None:
             model = folder / MODEL
             write_fake_model(model)
@@ -179,6 +185,11 @@ class Cluster:
         self.channels.append(channel)
         return generation_pb2_grpc.GenerationServiceStub(channel)
 
+    @property
+    def has_drafts(self) -> bool:
+        """Whether workers are to have drafts, of a draft worker or their own."""
+        return self.worker_flags.get("draft") == "own" or any(name.startswith("draft") for name in self.processes)
+
     async def status(self) -> Any:
         """The scheduler's own account."""
         channel = connect(self.scheduler)
@@ -203,7 +214,7 @@ class Cluster:
 
     async def until_serving(self, workers: int, drafting: bool | None = None) -> None:
         """Wait until so many workers serve and the gateway knows."""
-        wanted = any(name.startswith("draft") for name in self.processes) if drafting is None else drafting
+        wanted = self.has_drafts if drafting is None else drafting
         await self.until_status(
             lambda status: len(status.workers) == workers and all(one.drafting == wanted for one in status.workers)
         )

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from engine import noise
 from engine.draft_folder import HEAD_TOKEN_IDS, LENS, embedding_digest, write_draft
 from tests.distill.conftest import HIDDEN, write_target
-from tests.integration.harness import Cluster, receive, request, running
+from tests.integration.harness import OWN, Cluster, receive, request, running
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
 
@@ -66,16 +66,19 @@ def expected(target: Path, prompt: list[int], temperature: float, seed: int) -> 
     return token_ids[len(prompt) :]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["model", "combined"])
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["model", "combined", OWN])
 async def cluster(
     request: pytest.FixtureRequest, target: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Cluster]:
     draft = write_first_layers(target, tmp_path_factory.mktemp("draft"))
     options: dict[str, Any] = {"model": target, "dtype": "float32", "num_blocks": 64, "max_model_len": 512}
     options["scheduler"] = {"speculation": "fixed"}
+    if request.param == OWN:
+        options |= {"draft": OWN, "draft_model": str(draft), "draft_kv_cache_gib": 0.01}
     async with running(tmp_path_factory.mktemp("cluster"), **options) as started:
-        await started.add_draft_worker("draft", str(draft), dtype="float32", threads=1, proposer=request.param)
-        await started.until_serving(1)
+        if request.param != OWN:
+            await started.add_draft_worker("draft", str(draft), dtype="float32", threads=1, proposer=request.param)
+            await started.until_serving(1)
         yield started
 
 

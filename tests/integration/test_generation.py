@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from tests.integration.harness import Cluster, expected_tokens, receive, request, running
+from tests.integration.harness import OWN, Cluster, expected_tokens, receive, request, running
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-@pytest.fixture(scope="module", params=[None, "fake"], ids=["plain", "speculative"])
+@pytest.fixture(scope="module", params=[None, "fake", OWN], ids=["plain", "speculative", "own drafts"])
 async def cluster(request: Any, tmp_path_factory: Any) -> AsyncIterator[Cluster]:
     options: dict[str, Any] = {"scheduler": {"speculation": "fixed"}, "fake_step_ms": 5}
     async with running(tmp_path_factory.mktemp("cluster"), workers=2, draft=request.param, **options) as started:
@@ -67,7 +67,7 @@ async def test_unary_equals_stream(cluster: Cluster) -> None:
 
 
 async def test_drafts_are_proposed_accepted_and_rejected(cluster: Cluster) -> None:
-    speculative = "draft" in cluster.processes
+    speculative = cluster.has_drafts
     stub = cluster.stub()
     answers = await asyncio.gather(
         *(receive(stub.GenerateStream(request(f"prompt {index}", 200))) for index in range(3))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tandem.v1 import types_pb2
 
-from tests.integration.harness import Cluster, expected_tokens, receive, request, running
+from tests.integration.harness import OWN, Cluster, expected_tokens, receive, request, running
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -17,12 +17,17 @@ LENGTH = 96
 PROMPT = list(b"Say it once and say it again, say it once and")
 
 
-@pytest.fixture(scope="module")
-async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
+@pytest.fixture(scope="module", params=["draft worker", OWN])
+async def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
     options: dict[str, Any] = {"scheduler": {"speculation": "fixed"}, "fake_step_ms": 3}
+    own = request.param == OWN
+    if own:
+        options |= {"draft": OWN, "proposer": "combined"}
     async with running(tmp_path_factory.mktemp("cluster"), **options) as started:
-        await started.add_draft_worker("draft", "fake", proposer="combined")
-        await started.until_serving(1, drafting=True)
+        if not own:
+            await started.add_draft_worker("draft", "fake", proposer="combined")
+            await started.until_serving(1, drafting=True)
+            assert (await started.status()).draft_workers[0].proposer == "ngram+fake"
         yield started
 
 
@@ -37,7 +42,6 @@ async def answer(cluster: Cluster, mode: int, salt: str = "", **params: Any) -> 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 async def test_every_proposer_gives_plain_tokens(cluster: Cluster, temperature: float) -> None:
-    assert (await cluster.status()).draft_workers[0].proposer == "ngram+fake"
     modes = types_pb2.SpeculationMode
     for mode in (modes.SPECULATION_MODE_OFF, modes.SPECULATION_MODE_NGRAM):
         usage = await answer(cluster, mode, temperature=temperature)

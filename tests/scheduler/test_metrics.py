@@ -14,7 +14,7 @@ async def test_speculation_by_worker_and_position() -> None:
     cell = Cell(SchedulerConfig(speculation="fixed"))
     cell.core.attach("w", worker_spec(), 0.0)
     worker = cell.core.workers["w"]
-    worker.decode_rows, worker.draft_budget = 10, 25
+    worker.decode_rows, worker.draft_budget, worker.drafting_s = 10, 25, 0.5
     worker.speculation.gain = 1.25
     totals: PositionTotals = worker.speculation.totals
     totals.observe(3, 1)
@@ -26,6 +26,7 @@ async def test_speculation_by_worker_and_position() -> None:
     }
     assert found["tandem_decode_rows_total", "w"] == 10
     assert found["tandem_draft_budget_tokens_total", "w"] == 25
+    assert found["tandem_drafting_seconds_total", "w"] == 0.5
     assert found["tandem_speculation_gain", "w"] == 1.25
     drafted, accepted = "tandem_position_drafted_tokens_total", "tandem_position_accepted_tokens_total"
     assert [found[drafted, "w", position] for position in "12"] == [2, 1]

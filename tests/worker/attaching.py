@@ -153,7 +153,7 @@ async def attached() -> AsyncIterator[Bench]:
         model="m",
         steps=steps,
         executor=executor,
-        link=link,
+        drafts=link,
         on_attached=changes.append,
     )
     holder.append(attachment)
