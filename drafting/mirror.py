@@ -46,7 +46,7 @@ class Worth(NamedTuple):
 ALWAYS = Worth(0.0, 0.0)
 OWN_DEVICE = Worth(0.05, 0.04)
 SHARED_CORES = Worth(0.3, 0.7, whole=True)
-BETWEEN_STEPS = Worth(0.2, 1.01, whole=True)
+BETWEEN_STEPS = Worth(0.35, 1.01, whole=True)
 """where nothing else computes meanwhile: a guess costs a twentieth of a step, and none is made for a later one"""
 
 

@@ -40,7 +40,7 @@ class SchedulerConfig:
             "choices": ("auto", "fixed", "off"),
         },
     )
-    max_draft_tokens: int = field(default=4, metadata={"help": "largest draft budget of a row; 0: never", "min": 0})
+    max_draft_tokens: int = field(default=7, metadata={"help": "largest draft budget of a row; 0: never", "min": 0})
     draft_token_budget: int = field(
         default=64, metadata={"help": "most tokens of a step's decode rows with drafts; fewer drafts at load", "min": 1}
     )

@@ -31,6 +31,9 @@ CURVE_MEMORY = 512.0
 """trials of a position that weigh about as much as all before them"""
 ROW_MEMORY = 40.0
 """the same of a row, in steps"""
+FIRST_TOKENS = 4
+LIKELY = 0.6
+"""a draft of more than FIRST_TOKENS goes one token beyond those that were tried and are right so often"""
 SURE = 0.99
 """nothing is more certain than this, nor less than 1 - SURE"""
 
@@ -67,6 +70,16 @@ class AcceptanceCurve:
         for position in range(tried):
             self._tries[position] = self._tries[position] * keep + count
             self._hits[position] = self._hits[position] * keep + count * (position < accepted)
+
+    def explored(self, num_positions: int) -> list[float]:
+        """The same as `conditional`, of as many of these positions as a draft should have."""
+        curve = self.conditional(num_positions)
+        count = FIRST_TOKENS
+        while count < min(num_positions, len(self._tries) + 1):
+            if self._tries[count - 1] < STRENGTH or curve[count - 1] < LIKELY:
+                break
+            count += 1
+        return curve[:count]
 
     def conditional(self, num_positions: int) -> list[float]:
         """P(position j is right | those before it are), each within [1 - SURE, SURE]."""

@@ -27,7 +27,7 @@ class CoreConfig:
     max_waiting: int = 1024
     """most choices in the queue; further new requests are refused"""
     speculation: SpeculationMode = SpeculationMode.AUTO
-    max_draft_tokens: int = 4
+    max_draft_tokens: int = 7
     """largest draft budget k of a row"""
     draft_token_budget: int = 64
     """most tokens that all decode rows of a step may process together, drafts included; k shrinks to fit"""

@@ -63,7 +63,8 @@ READING_SHARE = 0.15
 """what reading a token costs at the draft worker, by what it adds to a step of the target; a mirror is opened only for
 a sequence that is expected to earn back the reading of all its tokens"""
 BEST_ACCEPTANCE = 0.9
-"""as of a copy; where even that would not pay nothing is probed"""
+BEST_TOKENS = 4
+"""so many drafted tokens of such acceptance, as of a copy: where even they would not pay nothing is probed"""
 PROBE_STEPS = 8
 PROBE_ROWS = 2
 PROBE_TOKENS = 2
@@ -217,7 +218,7 @@ class Speculation:
         """A probe, unless prompts are computed, which comes first, or the best of drafts would not pay either."""
         if load.num_other_tokens:
             return None
-        best = [survival([BEST_ACCEPTANCE] * max_draft_tokens)] * load.num_rows
+        best = [survival([BEST_ACCEPTANCE] * min(BEST_TOKENS, max_draft_tokens))] * load.num_rows
         if not choose(best, load, plain, plain, margin=self._margin):
             self._enter(Phase.OFF, self._wait)
             return None
@@ -288,7 +289,7 @@ class Speculation:
         """
 
         def curve_and_survival(known: Known) -> tuple[list[float], list[float]]:
-            curve = known.acceptance.conditional(max_draft_tokens)
+            curve = known.acceptance.explored(max_draft_tokens)
             return curve, survival(curve)
 
         survivals = []

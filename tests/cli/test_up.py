@@ -17,6 +17,7 @@ import pytest
 
 from cli import admin
 from cli.__main__ import main
+from cli.up import _own_drafts
 from cluster.errors import TandemError
 from tandem_client import NO_RETRY, Chunk, Generation, SyncTandemClient, collect
 from tests.redis_server import redis_server
@@ -187,6 +188,30 @@ def test_services_that_need_no_torch_have_none(up: Up) -> None:
     for name in ("gateway", "scheduler"):
         assert "libtorch" not in Path(f"/proc/{up.state()[name]['pid']}/maps").read_text()
     assert "libtorch" in Path(f"/proc/{up.state()['worker-0']['pid']}/maps").read_text()
+
+
+@pytest.mark.parametrize(
+    ("asked", "on_cpu", "with_gpu"),
+    [
+        ({}, True, False),
+        ({"device": "cpu"}, True, True),
+        ({"device": "cuda"}, False, False),
+        ({"draft": "none"}, False, False),
+        ({"draft": "none", "drafting": "worker"}, False, False),
+        ({"draft": "fake"}, False, False),
+        ({"engine": "fake"}, False, False),
+        ({"engine": "fake", "draft": "fake", "drafting": "worker"}, True, True),
+        ({"drafting": "apart"}, False, False),
+        ({"drafting": "worker"}, True, True),
+    ],
+)
+def test_where_drafts_are_guessed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, asked: dict[str, str], on_cpu: bool, with_gpu: bool
+) -> None:
+    settings = {"drafting": "auto", "draft": "ngram", "engine": "transformers", "device": None, **asked}
+    for drivers, expected in (((tmp_path / "no",), on_cpu), ((tmp_path / "no", tmp_path), with_gpu)):
+        monkeypatch.setattr("cli.up.GPU_DRIVERS", drivers)
+        assert _own_drafts(**settings) is expected  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("part", ["gateway", "worker", "draft", "scheduler"])

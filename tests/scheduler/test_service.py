@@ -243,7 +243,7 @@ async def test_workers_are_told_where_draft_workers_are(served: Served) -> None:
     assert (await call.read()).term == served.cell.term
     lists = [await worker.call.read(), await worker.call.read()]
     assert [list(message.draft_workers.addresses) for message in lists] == [[], ["127.0.0.1:1"]]
-    assert all(message.draft_workers.max_draft_tokens == 4 for message in lists)
+    assert all(message.draft_workers.max_draft_tokens == 7 for message in lists)
     call.cancel()
     assert list((await worker.call.read()).draft_workers.addresses) == []
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from scheduler.core.config import SpeculationMode
+from scheduler.core.config import CoreConfig, SpeculationMode
 from scheduler.core.scheduler import Scheduler
 from scheduler.core.sequence import State
 from scheduler.core.step import Failure, Finish, ProtocolViolation, RefusalKind, Step, StepOutcome, Update
@@ -95,7 +95,7 @@ def test_a_verified_run_counts_whole_and_rejected_drafts_not_at_all() -> None:
     scheduler.apply("w0", answer(step))
     drafted = scheduler.plan("w0")
     assert drafted is not None
-    assert drafted.reserved == [5]
+    assert drafted.reserved == [1 + CoreConfig().max_draft_tokens]
     outcome = StepOutcome(2, [3], [11, 12, 13], [0], num_drafted=[4], num_accepted=[2])
     scheduler.apply("w0", outcome)
     scheduler.check_integrity()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tandem.v1 import types_pb2
 
 from scheduler.core import speculation
-from scheduler.core.acceptance import survival
+from scheduler.core.acceptance import FIRST_TOKENS, survival
 from scheduler.core.config import CoreConfig
 from scheduler.core.draft_kinds import kind_of
 from scheduler.core.sequence import Sequence
@@ -324,8 +324,20 @@ def test_what_a_request_allows() -> None:
     machine.add(1, max_draft_tokens=2)
     machine.add(1)
     for none, few, any_number in machine.run(60)[10:]:
-        assert (none, few <= 2, any_number <= 4) == (0, True, True)
-    assert machine.step() == [0, 2, 4]
+        assert (none, few <= 2, any_number <= CONFIG.max_draft_tokens) == (0, True, True)
+    none, few, any_number = machine.step()
+    assert (none, few) == (0, 2)
+    assert any_number > FIRST_TOKENS
+
+
+def test_drafts_grow_beyond_the_first_length_where_that_is_right() -> None:
+    """A copy gets the largest budget within some steps; what fails at the third token gets no more than four."""
+    copying, chatting = Machine(right=lambda _: 0.95), Machine(right=lambda _: 0.5)
+    for machine in (copying, chatting):
+        machine.add(1)
+        assert max(map(max, machine.run(12))) <= FIRST_TOKENS
+    assert max(map(max, copying.run(60))) == CONFIG.max_draft_tokens
+    assert max(map(max, chatting.run(200))) <= FIRST_TOKENS
 
 
 def test_no_budget_beyond_the_last_token() -> None:
@@ -366,7 +378,7 @@ def test_the_bounds_of_a_step(rows: int) -> None:
     machine.add(rows)
     for drafts in machine.run(60):
         assert sum(drafts) + rows <= 33
-        assert max(drafts) <= 4
+        assert max(drafts) <= CONFIG.max_draft_tokens
 
 
 def test_what_one_proposer_has_shown_says_nothing_of_another() -> None:
