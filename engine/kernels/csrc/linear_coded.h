@@ -84,20 +84,27 @@ inline void store_pairs(bf16* to, Pairs pairs) { _mm256_storeu_si256(reinterpret
 // What is asked for beyond a pair. The hardware runs ahead of a stream by itself up to the end of a page, and begins anew in
 // the next. With few rows the processor's own window reaches over several pairs, and each line that is asked for takes the
 // place of one under way: only a page's beginning is, a page ahead. With many rows a pair is long, the window sees little
-// beyond it, and every line is worth asking for.
+// beyond it, and every line is worth asking for. In between every line is as well, if it comes past the second-level cache;
+// of a tile that is gone over part by part none may.
+constexpr int kMiddlePassRows = 4;
 constexpr int kLongPassRows = 5;
 constexpr uintptr_t kAheadBytes = 4096;  // a page, and what arrives while so much is multiplied
+
+template <_mm_hint kHint>
+[[gnu::always_inline]] inline void fetch_pair(const char* pair) {
+  for (int line = 0; line < kPairBytes / kLineBytes; line++) _mm_prefetch(pair + line * kLineBytes, kHint);
+}
 
 template <int kRows>
 [[gnu::always_inline]] inline void fetch_ahead(const uint8_t* pair) {
   const char* ahead = reinterpret_cast<const char*>(pair) + kAheadBytes;
   const uintptr_t in_page = reinterpret_cast<uintptr_t>(pair) % kAheadBytes;
   if constexpr (kRows >= kLongPassRows) {
-    for (int line = 0; line < kPairBytes / kLineBytes; line++) _mm_prefetch(ahead + line * kLineBytes, _MM_HINT_T1);
+    fetch_pair<_MM_HINT_T1>(ahead);
+  } else if constexpr (kRows >= kMiddlePassRows && kParts == 1) {
+    fetch_pair<_MM_HINT_NTA>(ahead);
   } else if (in_page < kPairBytes) {
-    for (int line = 0; line < kPairBytes / kLineBytes; line++) {
-      _mm_prefetch(ahead - in_page + line * kLineBytes, _MM_HINT_T1);
-    }
+    fetch_pair<_MM_HINT_T1>(ahead - in_page);
   }
 }
 
