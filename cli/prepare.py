@@ -50,7 +50,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def tables(folder: str, name: str, draft: str, engine: str) -> dict[str, Table]:
-    """Settings by service. Without drafts the draft worker's are valid all the same: it may run, and nobody calls."""
+    """Settings by service. Without drafts the draft worker's are valid all the same: it may run, and nobody calls.
+
+    Workers are told of the draft as well, for those that are to guess for themselves (`--draft own`).
+    """
+    draft_model = "ngram" if draft == "none" else draft
     return {
         "gateway": {"model": [f"{name}={folder}"]},
         "worker": {
@@ -58,11 +62,12 @@ def tables(folder: str, name: str, draft: str, engine: str) -> dict[str, Table]:
             "served_model_name": name,
             "engine": engine,
             "draft": "off" if draft == "none" else "on",
+            "draft_model": draft_model,
         },
         "draft_worker": {
             "target": name,
             "target_model": folder,
-            "draft": "ngram" if draft == "none" else draft,
+            "draft": draft_model,
         },
     }
 

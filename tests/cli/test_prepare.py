@@ -37,6 +37,7 @@ def test_a_model_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         "on",
     )
     assert (draft.target, draft.target_model, draft.draft) == (folder.name, str(folder), str(tmp_path / "small"))
+    assert worker.draft_model == draft.draft
     assert folder.name in capsys.readouterr().out
     assert [path.name for path in to.parent.iterdir()] == ["cluster.toml"], "nothing is left behind"
 
@@ -49,7 +50,7 @@ def test_without_weights(tmp_path: Path) -> None:
     assert gateway.models() == {"smol": worker.model}
     assert (Path(worker.model) / "tokenizer.json").is_file()
     assert (worker.engine, worker.draft) == ("fake", "off")
-    assert draft.draft == "ngram"
+    assert draft.draft == worker.draft_model == "ngram"
 
 
 def test_again_with_another_model(tmp_path: Path) -> None:
