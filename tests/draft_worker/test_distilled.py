@@ -17,6 +17,7 @@ from drafting.mirror import Mirror
 from engine import noise
 from engine.errors import ModelError
 from tests.distill.conftest import write_target
+from tests.drafting.mirroring import feed, mirror
 from tests.integration.test_distilled_draft import write_first_layers
 
 PROMPT = [256, 258, *b"Why?", 259]
@@ -57,6 +58,27 @@ def test_it_guesses_what_the_target_would_say(target: Path, draft: Path, tempera
     # Its weights are rounded to int8, so that a guess may differ; most don't.
     assert right >= 0.7 * len(mirror.guess) > 5
     assert all(guess % 4 for guess in mirror.guess)
+
+
+def test_after_a_commit_of_several_tokens_it_guesses_as_one_that_reads_all(target: Path, draft: Path) -> None:
+    """Rows of one to four tokens in a round, each its mirror's last ones: the guess is the one behind the last."""
+    proposer, fresh = (load_proposer(options_of(config(target, draft))) for _ in range(2))
+    mirrors = [mirror([*PROMPT, slot], slot, temperature=0.9 * (slot % 2), max_draft=1) for slot in range(4)]
+    feed(proposer, mirrors)
+    guessed = set()
+    for turn in range(5):
+        for slot, one in enumerate(mirrors):
+            one.commit([*one.guess, *range(7, 7 + (slot + turn) % 4)])
+        assert {one.known - one.computed for one in mirrors} == {1, 2, 3, 4}
+        proposer.extend(mirrors)
+        again = [
+            mirror(one.tokens, one.slot, temperature=one.temperature, num_prompt=one.num_prompt) for one in mirrors
+        ]
+        fresh.extend(again)
+        assert [one.guess for one in again] == [one.guess for one in mirrors]
+        guessed |= {one.guess[-1] for one in mirrors}
+        feed(proposer, mirrors)
+    assert len(guessed) > 6
 
 
 def test_the_index_stands_in_front_of_it(target: Path, draft: Path) -> None:
