@@ -20,6 +20,8 @@ from typing import NamedTuple
 from cluster.draft_news import Source, Tail
 from engine.prefix_hash import extend
 
+FIRST_PART = 2
+"""tokens of a draft that are sent before the rest is guessed: a step takes what is there"""
 LOOKAHEAD = 2
 """A guess runs on to LOOKAHEAD · k + 1 tokens: k are verified while the bonus and the next k are guessed."""
 
@@ -167,18 +169,16 @@ class Mirror:
     def wants_sending(self) -> bool:
         """Whether the guess should be sent now.
 
-        At once where a commit has left some of it; then in blocks of half a draft, where it has cores of its own, until
-        there is a whole one, and when it is complete: a message costs both sides more than a token is worth. Branches
-        go out whole.
+        At once where a commit has left some of it; then its first part, where it has cores of its own, a whole draft,
+        and when it is complete: a message costs both sides more than a token is worth. Branches go out whole.
         """
         if self.parent is not None:
             return self.num_sent == 0 and self.wanted == 0
         if self.must_send or (self.owes and not self.wanted):
             return True
         grown = len(self.guess) - self.num_sent
-        in_parts = not self.worth.whole and len(self.guess) <= self.max_draft
-        half = in_parts and grown >= (self.max_draft + 1) // 2
-        return grown > 0 and (half or self.wanted == 0 or self.num_sent < self.max_draft <= len(self.guess))
+        first = not self.worth.whole and self.num_sent == 0 and grown >= min(FIRST_PART, (self.max_draft + 1) // 2)
+        return grown > 0 and (first or self.wanted == 0 or self.num_sent < self.max_draft <= len(self.guess))
 
     def tail(self) -> Tail:
         """The guess as it stands; noted as sent."""

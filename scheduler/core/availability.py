@@ -1,6 +1,6 @@
 """How many of the draft tokens asked for are there when their step begins, by position.
 
-A tail comes in parts, the first of which is half a draft, and a step takes what is there. So the first tokens of a
+A tail comes in parts, the first of which are two tokens, and a step takes what is there. So the first tokens of a
 draft are mostly there, waited for if need be, and the last only where the draft worker could guess ahead.
 """
 

@@ -147,7 +147,7 @@ def test_tails_are_sent_in_blocks(table: MirrorTable) -> None:
     assert mirror.wants_sending()
     tail = mirror.tail()
     assert (tail.base, tail.prefix_hash, tail.token_ids) == (4, prefix_hash([*PROMPT, 1]), [1] * 8)
-    # After a wrong guess there is nothing to send until there is half a draft again, or nothing more to be had.
+    # After a wrong guess there is nothing to send until there is a first part again, or nothing more to be had.
     mirror.commit([9])
     assert not mirror.wants_sending()
     mirror.exhausted = True

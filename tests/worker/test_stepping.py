@@ -31,15 +31,15 @@ class GatedExecutor:
         self.error: Exception | None = None
 
     def run(self, step: Step, before_forward: Callable[[], None], bell: Callable[[], int]) -> StepOutcome:
+        self.running += 1
+        assert self.running == 1
+        self.entered.append(step.number)  # first: whoever is woken may look at it at once
         if self.takes_bell:
             self.bells.append(bell())
             if self.rings and self.bells[-1] >= 0:
                 os.eventfd_write(self.bells[-1], 1)
         else:
             before_forward()
-        self.running += 1
-        assert self.running == 1
-        self.entered.append(step.number)
         if len(self.entered) == 2:
             self.second.set()
         assert self.permits.acquire(timeout=10)
