@@ -7,7 +7,7 @@ processor time for all of them together:
     speed-up  ≤  D / (R + S' · T(n' · (1 + k)))          where drafting costs the target nothing
               ≈  D / (R + S' · T(n' · (1 + k)) + C)      where each draft is made while nothing else runs
 
-T is that of steps without drafts, measured beside an idle draft worker. With one row and no prompts, S / S' tokens come
+T is that of steps without drafts, measured while nobody guesses. With one row and no prompts, S / S' tokens come
 of a step, and this is (1 + A) / (T(1 + k) / T(1) + c·k / T(1)), c the seconds of a drafted token.
 """
 
@@ -29,7 +29,7 @@ class Bound(NamedTuple):
     free: float
     """where drafts cost the target no time"""
     in_turn: float
-    """where target and draft worker take turns"""
+    """where guessing and the target take turns"""
     measured: bool
     """whether T(n) was measured at the sizes that it takes, or next to them"""
 

@@ -101,10 +101,13 @@ def to_flags(config: Any, config_class: type | None = None) -> list[str]:
 
 
 def settings_of(config_class: type) -> list[Setting]:
-    """Every field of the class, in order. Raises TypeError for a type that no flag can carry: a bug of the class."""
+    """Every field of the class, in order, and then those that it inherits. Raises TypeError for a type that no flag can
+    carry: a bug of the class.
+    """
     hints = typing.get_type_hints(config_class)
     settings = []
-    for field in dataclasses.fields(config_class):
+    own = vars(config_class).get("__annotations__", {})
+    for field in sorted(dataclasses.fields(config_class), key=lambda field: field.name not in own):
         hint, optional, many = hints[field.name], False, False
         if typing.get_origin(hint) in (typing.Union, types.UnionType):
             inner = [part for part in typing.get_args(hint) if part is not type(None)]

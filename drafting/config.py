@@ -16,13 +16,14 @@ class ProposerConfig:
 
     proposer: str = _setting(
         "auto",
-        "who guesses where a request doesn't say: the model, what stood in the text before (ngram), or that where it "
-        "is likely right and the model elsewhere (combined); auto: combined where there is a model",
+        "who guesses (of a worker: with --draft own) where a request doesn't say: the model, what stood in the text "
+        "before (ngram), or that where it is likely right and the model elsewhere (combined); auto: combined where "
+        "there is a model",
         choices=("auto", "model", "ngram", "combined"),
     )
     vocabulary: str = _setting(
         "same",
-        "what the draft model's tokenizer is to the target's: the same (anything else is refused), another one whose "
+        "what a draft model's tokenizer is to its target's: the same (anything else is refused), another one whose "
         "tokens the target has too where their bytes are equal (intersection), or another one, by text",
         choices=("same", "intersection", "text"),
     )

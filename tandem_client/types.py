@@ -21,11 +21,11 @@ class FinishReason(StrEnum):
 
 
 class Speculation(StrEnum):
-    """Who drafts for a request; where the draft worker has no such proposer, decoding is plain."""
+    """Who drafts for a request; where there is no such proposer, decoding is plain."""
 
     OFF = "off"
     AUTO = "auto"
-    """the draft worker's proposals, made in the way it was started for"""
+    """from whoever guesses, a draft worker or the worker itself, in the way it was started for"""
     NGRAM = "ngram"
     """only what stood in the sequence, or in recent ones, before"""
     MODEL = "model"

@@ -64,8 +64,8 @@ class WorkerConfig(ProposerConfig):
     port: int = _setting(-1, "port of the health service; 0: any free one, -1: none", min=-1, max=65535)
     draft: str = _setting(
         "on",
-        "who guesses: draft workers (on), nobody (off), or this worker between its own steps (own), with "
-        "--draft-model: so it pays most where that would compute on the target's cores",
+        "who guesses: draft workers (on), nobody (off), or this worker itself, between its steps, with --draft-model "
+        "(own): best where the draft model would compute on the target's cores",
         choices=("on", "off", "own"),
     )
     draft_model: str = _setting(
@@ -74,7 +74,9 @@ class WorkerConfig(ProposerConfig):
         metavar="FOLDER|ngram|fake",
     )
     draft_kv_cache_gib: float = _setting(0.5, "with --draft own: KV memory of the draft model", min=0.001)
-    draft_stall_s: float = _setting(2.0, "a draft worker that is silent for so long is left alone", min=0.05)
+    draft_stall_s: float = _setting(
+        2.0, "with --draft on: longest silence of a draft worker that is waited for", min=0.05
+    )
     profile_s: float = _setting(
         1.0, "longest that step times are measured at start, for draft budgets; 0: not at all", min=0.0
     )

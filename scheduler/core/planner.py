@@ -31,7 +31,7 @@ NO_BLOCKS: list[int] = []
 
 
 def draft_budgets(worker: WorkerState, decodes: list[Sequence], config: CoreConfig) -> Iterable[int]:
-    """k of each decode row, where blocks and tokens allow it: 0 without a draft worker, else as the mode says."""
+    """k of each decode row, where blocks and tokens allow it: 0 where nobody guesses, else as the mode says."""
     if not worker.drafting or config.speculation is SpeculationMode.OFF:
         return repeat(0)
     if config.speculation is SpeculationMode.FIXED:
