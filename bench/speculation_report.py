@@ -14,7 +14,8 @@ from bench.speculation_runs import Case, Run, StepTimes, acceptance, cases_of, d
 
 BOUND = """c: the time of guessing, of steps or a draft worker's, for each draft token asked for. Bound: what these
 steps would make of the run without drafts at T(n) below, where guessing and the target take turns, and where guessing
-costs the target nothing (`bench/speculation_bound.py`); with a question mark where T(n) near such sizes was not measured."""
+costs the target nothing (`bench/speculation_bound.py`); with a question mark where T(n) near such sizes was not
+measured."""
 
 
 def as_text(runs: Sequence[Run], step_times: StepTimes) -> str:
