@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from dataclasses import dataclass, field
@@ -69,12 +68,9 @@ def _index(config: ProposerConfig) -> NgramProposer:
 
 def _fake(options: ProposerOptions) -> Proposer:
     from drafting.model_proposer import ModelProposer
-    from engine.fake import FakeEngine
+    from engine.fake import FakeEngine, fake_facts
 
-    facts: dict[str, int] = {}
-    path = Path(options.target_model) / "config.json"
-    if options.target_model and path.is_file():
-        facts = json.loads(path.read_text())
+    facts = fake_facts(Path(options.target_model)) if options.target_model else {}
     vocab_size = facts.get("vocab_size", FAKE_VOCAB_SIZE)
     engine = FakeEngine(
         num_blocks=1024,

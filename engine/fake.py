@@ -20,13 +20,16 @@ hasn't seen.
 
 from __future__ import annotations
 
+import json
 import time
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from engine.batch import Batch, EngineInfo, LaunchedRows
+from engine.errors import ModelError
 from engine.kernels import torch_choose
 from engine.run_ahead import AheadSteps, Fed, Forward, PendingTokens, TokenFeed
 from engine.stream import Stream, ThreadStream
@@ -55,6 +58,20 @@ def _mix(x: np.ndarray) -> np.ndarray:
 def _uniform(x: np.ndarray) -> np.ndarray:
     """float32 in [0, 1) from the upper 24 bits of uint64."""
     return (x >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
+
+
+def fake_facts(folder: Path) -> dict[str, int]:
+    """What a fake model's folder says of it; nothing where there is none. Raises ModelError for what can't be read."""
+    path = folder / "config.json"
+    if not path.is_file():
+        return {}
+    try:
+        facts = json.loads(path.read_text())
+    except ValueError as error:
+        raise ModelError(f"{path} is no JSON: {error}") from None
+    if not isinstance(facts, dict):
+        raise ModelError(f"{path} is no JSON object")
+    return facts
 
 
 class FakeEngine:

@@ -97,12 +97,22 @@ class WorkerConfig(ProposerConfig):
 
     def validate(self) -> None:
         """Raise ValueError for what no single field shows."""
-        if self.draft == "own" and self.draft_model == "ngram" and self.proposer in ("model", "combined"):
-            raise ValueError(f"--proposer {self.proposer} needs a model: --draft-model FOLDER")
+        if self.draft == "own":
+            self._validate_draft()
         if self.state != "memory" and not self.state.startswith(("redis://", "rediss://", "unix://")):
             raise ValueError(f"--state is memory or a Redis URL such as redis://127.0.0.1:6379/0, not {self.state!r}")
         if "=" in self.model_name:
             raise ValueError(
                 f"a served name has no '=', unlike {self.model_name!r}, since gateways are given NAME=FOLDER: "
                 "say another one with --served-model-name"
+            )
+
+    def _validate_draft(self) -> None:
+        if not self.draft_model:
+            raise ValueError("--draft-model is empty: say a folder, ngram or fake")
+        if self.draft_model == "ngram" and self.proposer in ("model", "combined"):
+            raise ValueError(f"--proposer {self.proposer} needs a model: --draft-model FOLDER")
+        if self.engine == "fake" and self.draft_model not in ("ngram", "fake"):
+            raise ValueError(
+                f"the fake engine is drafted for by fake or ngram, not by --draft-model {self.draft_model}"
             )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from pathlib import Path
@@ -54,7 +53,10 @@ def load_own_proposer(config: WorkerConfig) -> Proposer:
         kv_cache_gib=config.draft_kv_cache_gib,
         threads=config.threads,
     )
-    proposer = load_proposer(options)
+    try:
+        proposer = load_proposer(options)
+    except ModelError as error:
+        raise ModelError(f"own drafts by {config.draft_model}: {error}") from error
     event(logger, "own drafts", proposer=proposer.name)
     return proposer
 
@@ -69,9 +71,9 @@ def cores_of(config: WorkerConfig) -> str:
 
 
 def _fake(config: WorkerConfig) -> Engine:
-    from engine.fake import FakeEngine
+    from engine.fake import FakeEngine, fake_facts
 
-    facts = _fake_facts(Path(config.model))
+    facts = fake_facts(Path(config.model))
     return FakeEngine(
         num_blocks=config.num_blocks or FAKE_NUM_BLOCKS,
         block_size=config.block_size,
@@ -82,12 +84,6 @@ def _fake(config: WorkerConfig) -> Engine:
         vocab_size=facts.get("vocab_size", 260),
         run_ahead=config.run_ahead == "on",
     )
-
-
-def _fake_facts(folder: Path) -> dict[str, int]:
-    """What the fake model's folder says of it; nothing where there is no folder."""
-    path = folder / "config.json"
-    return json.loads(path.read_text()) if path.is_file() else {}
 
 
 def _transformers(config: WorkerConfig) -> Engine:

@@ -165,9 +165,9 @@ class Speculation:
         plain, drafting = self.plain_times.curve, self.drafting_times.curve
         curves = completed(plain, drafting), completed(drafting, plain)
         was_on = self.phase in (Phase.ON, Phase.MEASURING)
-        # What the others have shown says little of one that runs nearly alone: some gain threefold.
-        is_new = load.num_rows <= PROBE_ROWS and decodes[-1].drafts is None
-        most = MARGIN if is_new else LARGEST_MARGIN
+        # What the others have shown says little of one that runs nearly alone: some gain threefold. And where hardly any
+        # rows come and go, what a look promises is no luck.
+        most = MARGIN if load.num_rows <= PROBE_ROWS else LARGEST_MARGIN
         margin = STAY if was_on else min(self._margin, most)
         shares = self._by_kind(decodes, lambda known: known.availability.shares(max_draft_tokens))
         chosen = choose(survivals, load, *curves, shares, margin)

@@ -58,7 +58,8 @@ async def left(cluster: Any) -> list[Any]:
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
-        (["--draft-model=nowhere"], "nowhere"),
+        (["--draft-model=nowhere"], "not by --draft-model nowhere"),
+        (["--draft-model=fake", "--proposer=nobody"], "nobody"),
         (["--draft-model=ngram", "--proposer=model"], "--draft-model FOLDER"),
     ],
 )
