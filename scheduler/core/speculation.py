@@ -69,6 +69,10 @@ PROBE_STEPS = 8
 PROBE_ROWS = 2
 PROBE_TOKENS = 2
 PROBE_WAIT = 64
+LONE_PROBE_WAIT = 256
+LONE_PROBE_SHARE = 0.01
+"""a new sequence that runs nearly alone is probed after so long, or what makes the last probe's cost this share: what a
+step takes changes with the machine, and most hangs on it there"""
 LONGEST_PROBE_WAIT = 1024
 LONGEST_COSTLY_WAIT = 4096
 PROBE_SHARE = 0.005
@@ -110,6 +114,7 @@ class Speculation:
         """ids of the sequences of the latest probe"""
         self._probing_s = 0.0
         """by which the steps of the latest probe were longer than plain ones"""
+        self._lone_until = 0
         self._on_since: int | None = None
         self._looked_at_rows = 0
         self._looked_at_plan = 0
@@ -165,9 +170,10 @@ class Speculation:
         plain, drafting = self.plain_times.curve, self.drafting_times.curve
         curves = completed(plain, drafting), completed(drafting, plain)
         was_on = self.phase in (Phase.ON, Phase.MEASURING)
-        # What the others have shown says little of one that runs nearly alone: some gain threefold. And where hardly any
-        # rows come and go, what a look promises is no luck.
-        most = MARGIN if load.num_rows <= PROBE_ROWS else LARGEST_MARGIN
+        # What the others have shown says little of one that runs nearly alone: some gain threefold. And where few rows
+        # come and go, what a look promises is no luck.
+        lone = load.num_rows <= PROBE_ROWS
+        most = MARGIN if lone else LARGEST_MARGIN
         margin = STAY if was_on else min(self._margin, most)
         shares = self._by_kind(decodes, lambda known: known.availability.shares(max_draft_tokens))
         chosen = choose(survivals, load, *curves, shares, margin)
@@ -188,7 +194,8 @@ class Speculation:
                 return [(k + 1) // 2 for k in chosen.drafts]
             self._probe_rows(decodes, survivals, chosen.drafts, load.max_draft_tokens)
             return chosen.drafts
-        if self.phase is Phase.OFF and self._plans >= self._until:
+        is_new = lone and decodes[-1].drafts is None
+        if self.phase is Phase.OFF and self._plans >= (min(self._until, self._lone_until) if is_new else self._until):
             return self._begin_probe(decodes, load, max_draft_tokens, curves[0])
         if self.phase is not Phase.OFF:
             self._switch_off()
@@ -235,9 +242,10 @@ class Speculation:
         paid = paid_for >= self._wait
         self._wait = PROBE_WAIT if paid else min(2 * self._wait, LONGEST_PROBE_WAIT)
         self._margin = MARGIN if paid else min(2 * self._margin, LARGEST_MARGIN)
-        cost = self._probing_s / self.plain_times.curve.at(self._looked_at_rows) / PROBE_SHARE
+        cost = self._probing_s / self.plain_times.curve.at(self._looked_at_rows)
         self._probing_s = 0.0
-        self._enter(Phase.OFF, max(self._wait, min(int(cost), LONGEST_COSTLY_WAIT)))
+        self._lone_until = self._plans + max(LONE_PROBE_WAIT, int(cost / LONE_PROBE_SHARE))
+        self._enter(Phase.OFF, max(self._wait, min(int(cost / PROBE_SHARE), LONGEST_COSTLY_WAIT)))
 
     def _enter(self, phase: Phase, num_plans: int) -> None:
         self.phase = phase
