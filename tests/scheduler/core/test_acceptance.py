@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from scheduler.core.acceptance import (
     FIRST_GUESS,
+    FIRST_TOKENS,
     SURE,
     AcceptanceCurve,
     PositionTotals,
@@ -150,3 +151,19 @@ def test_a_row_follows_a_change() -> None:
     for _ in range(150):
         row.observe(4, 0, curve)
     assert shifted(curve, row.odds_ratio)[0] < 0.25
+
+
+def test_a_draft_grows_beyond_the_first_length_where_that_is_right() -> None:
+    """A copy gets the longest within some tens of drafts; what is half right at the fourth token stays there."""
+    copied, chatted = AcceptanceCurve(), AcceptanceCurve()
+    assert len(copied.explored(7)) == FIRST_TOKENS
+    lengths = []
+    for number in range(40):
+        length = len(copied.explored(7))
+        copied.observe(length, length if number % 8 else 2)
+        lengths.append(length)
+        chatted.observe(len(chatted.explored(7)), FIRST_TOKENS - number % 2)
+    assert lengths == sorted(lengths)
+    assert set(lengths) == {4, 5, 6, 7}
+    assert len(chatted.explored(7)) == FIRST_TOKENS
+    assert copied.explored(2) == copied.conditional(2)

@@ -330,16 +330,6 @@ def test_what_a_request_allows() -> None:
     assert any_number > FIRST_TOKENS
 
 
-def test_drafts_grow_beyond_the_first_length_where_that_is_right() -> None:
-    """A copy gets the largest budget within some steps; what fails at the third token gets no more than four."""
-    copying, chatting = Machine(right=lambda _: 0.95), Machine(right=lambda _: 0.5)
-    for machine in (copying, chatting):
-        machine.add(1)
-        assert max(map(max, machine.run(12))) <= FIRST_TOKENS
-    assert max(map(max, copying.run(60))) == CONFIG.max_draft_tokens
-    assert max(map(max, chatting.run(200))) <= FIRST_TOKENS
-
-
 def test_no_budget_beyond_the_last_token() -> None:
     machine = Machine(right=lambda _: 0.95)
     machine.add(1)
