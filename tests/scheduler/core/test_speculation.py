@@ -325,9 +325,8 @@ def test_what_a_request_allows() -> None:
     machine.add(1)
     for none, few, any_number in machine.run(60)[10:]:
         assert (none, few <= 2, any_number <= CONFIG.max_draft_tokens) == (0, True, True)
-    none, few, any_number = machine.step()
-    assert (none, few) == (0, 2)
-    assert any_number > FIRST_TOKENS
+    *others, any_number = machine.step()
+    assert others == [0, 2] and any_number > FIRST_TOKENS  # noqa: PT018
 
 
 def test_no_budget_beyond_the_last_token() -> None:
