@@ -291,7 +291,7 @@ def worker_status(worker: WorkerState, epoch: int, last_step_s: float) -> Any:
         position_drafted_tokens=worker.speculation.totals.tried,
         position_accepted_tokens=worker.speculation.totals.accepted,
         plain_steps=_durations(worker.speculation.plain_times.curve),
-        drafting_steps=_durations(worker.speculation.drafting_times.curve),
+        drafting_steps=_durations(worker.speculation.drafting_curve(len(worker.running))),
         drafting_s=worker.drafting_s,
         generated_tokens=worker.generated_tokens,
     )

@@ -33,7 +33,7 @@ from scheduler.core.draft_kinds import DraftKinds, Kind, Known, kind_of
 from scheduler.core.row_drafts import RowDrafts, may_be_read, most_drafted, tokens_left
 from scheduler.core.sequence import Sequence
 from scheduler.core.step import Step, StepOutcome
-from scheduler.core.step_time import Curve, StepTimes, completed
+from scheduler.core.step_time import AGAIN_STEPS, Curve, Level, StepTimes, completed, measured_again_after
 
 T = TypeVar("T")
 
@@ -44,12 +44,6 @@ STAY = 0.01
 """switched off where drafts gain no more than this"""
 PLAIN_STEPS = 6
 """plain steps measured before the first draft"""
-AGAIN_STEPS = 8
-"""the same later, now and then: every SOONEST_AGAIN to LATEST_AGAIN steps, so that at the gain that is expected they
-cost PLAIN_SHARE. The less drafts gain, the sooner it has to be known whether they still do, and the less it costs"""
-PLAIN_SHARE = 0.005
-SOONEST_AGAIN = 128
-LATEST_AGAIN = 1024
 OLD_SAMPLES = 4
 """of a size's durations so many are kept when it is measured again: fewer than come"""
 SETTLING_STEPS = 3
@@ -99,6 +93,8 @@ class Speculation:
     def __init__(self) -> None:
         self.plain_times = StepTimes()
         self.drafting_times = StepTimes()
+        """by the level of their time"""
+        self.level = Level()
         self.totals = PositionTotals()
         self.gain = 1.0
         """expected tokens per second by those without drafts, as of the latest choice"""
@@ -167,7 +163,7 @@ class Speculation:
         """Choose; switch on or off accordingly."""
         self._looked_at_rows, self._looked_at_plan = load.num_rows, self._plans
         self._newest = decodes[-1].sequence_id
-        plain, drafting = self.plain_times.curve, self.drafting_times.curve
+        plain, drafting = self.plain_times.curve, self.drafting_curve(load.num_rows)
         curves = completed(plain, drafting), completed(drafting, plain)
         was_on = self.phase in (Phase.ON, Phase.MEASURING)
         # What the others have shown says little of one that runs nearly alone: some gain threefold. And where few rows
@@ -189,7 +185,7 @@ class Speculation:
             if self.phase is not Phase.ON:
                 if self._on_since is None:
                     self._on_since = self._plans
-                self._enter(Phase.ON, _measured_again_after(chosen.gain))
+                self._enter(Phase.ON, measured_again_after(chosen.gain))
             if self._plans % (VARY_EVERY if len(drafting.sizes) > 1 else VARY_FIRST) == 0:
                 return [(k + 1) // 2 for k in chosen.drafts]
             self._probe_rows(decodes, survivals, chosen.drafts, load.max_draft_tokens)
@@ -322,20 +318,25 @@ class Speculation:
             found.append(values[kind])
         return found
 
+    def drafting_curve(self, num_rows: int) -> Curve:
+        """T(n) of steps of so many rows with drafts, as fast as the machine is now."""
+        return self.drafting_times.curve.times(self.level.at(num_rows))
+
     # ------------------------------------------------------------------------------------------------- learning
 
     def observe(self, step: Step, outcome: StepOutcome) -> None:
         """A step is over."""
-        drafted = any(step.num_draft)
+        num_rows, drafted = len(step.sequences), any(step.num_draft)
         self._plain_in_a_row = 0 if drafted else self._plain_in_a_row + 1
         if step.num_prefill and not step.num_prefill[-1] and outcome.num_model_tokens:  # decode rows only
             if drafted:
                 # With many rows there is always one that is read; of few it says nothing of their later steps.
-                if len(step.sequences) > PROBE_ROWS or not any(map(may_be_read, step.sequences, step.num_draft)):
-                    self.drafting_times.observe(outcome.num_model_tokens, outcome.duration_s)
+                if num_rows > PROBE_ROWS or not any(map(may_be_read, step.sequences, step.num_draft)):
+                    self.drafting_times.observe(outcome.num_model_tokens, outcome.duration_s / self.level.at(num_rows))
                 if self.phase is Phase.PROBING and isfinite(outcome.duration_s):
-                    self._probing_s += outcome.duration_s - self.plain_times.curve.at(len(step.sequences))
+                    self._probing_s += outcome.duration_s - self.plain_times.curve.at(num_rows)
             elif self._plain_in_a_row > SETTLING_STEPS:
+                self.level.observe(num_rows, outcome.duration_s, self.plain_times.start.at(num_rows))
                 self.plain_times.observe(outcome.num_model_tokens, outcome.duration_s)
         if drafted and self._chooses:
             self._observe_drafts(step, outcome)
@@ -393,8 +394,3 @@ class Speculation:
             if state.unanswered <= GRACE_STEPS:
                 return
         self.kinds.of(kind).availability.observe(k, drafted)
-
-
-def _measured_again_after(gain: float) -> int:
-    """Steps with drafts before plain ones are measured again."""
-    return int(min(LATEST_AGAIN, max(SOONEST_AGAIN, AGAIN_STEPS * (1.0 - 1.0 / gain) / PLAIN_SHARE)))

@@ -40,6 +40,15 @@ STALE_AFTER = 1024
 """observations after which a bucket that got none of them weighs half"""
 FORGOTTEN_AFTER = 4096
 """and after which it says nothing as long as others do: a size that was slow once is tried again"""
+AGAIN_STEPS = 8
+"""plain steps that are measured now and then between drafting ones: every SOONEST_AGAIN to LATEST_AGAIN steps, so that at
+the gain that is expected they cost PLAIN_SHARE. The less drafts gain, the sooner it has to be known whether they still do,
+and the less it costs"""
+PLAIN_SHARE = 0.005
+SOONEST_AGAIN = 128
+LATEST_AGAIN = 1024
+LEVEL_STEPS = 9
+"""whose median is the machine's level"""
 FREE_TOKENS = 64
 """prior: a step of so many tokens more than known ones takes about twice as long"""
 
@@ -53,6 +62,10 @@ class Curve:
 
     def __bool__(self) -> bool:
         return bool(self.sizes)
+
+    def times(self, factor: float) -> Curve:
+        """The same shape, higher or lower."""
+        return Curve(self.sizes, tuple(seconds * factor for seconds in self.seconds))
 
     def at(self, num_tokens: float) -> float:
         """Seconds of a step of so many tokens; rises weakly, never zero."""
@@ -70,6 +83,32 @@ class Curve:
         if index:
             return low + max(slope, prior) * (num_tokens - known)
         return max(low - slope * (known - num_tokens), low * num_tokens / known)
+
+
+class Level:
+    """How fast a machine is at present: the latest plain steps by what was measured before the first one.
+
+    Its speed drifts, by a tenth and more within seconds where it is shared, and steps with drafts and without are not
+    measured in the same seconds. So those with drafts are kept by the level of their time, and read by today's.
+    """
+
+    def __init__(self) -> None:
+        self._latest: dict[int, deque[float]] = {}
+        """by bucket of rows: what was measured at the start needn't have the shape that steps have now"""
+
+    def observe(self, num_rows: int, duration_s: float, expected_s: float) -> None:
+        """A plain step; what can't be a duration is ignored."""
+        if num_rows > 0 and isfinite(duration_s) and duration_s > 0:
+            latest = self._latest.setdefault(bucket_of(num_rows), deque(maxlen=LEVEL_STEPS))
+            latest.append(duration_s / expected_s)
+
+    def at(self, num_rows: int) -> float:
+        """Of steps of so many rows, or the nearest number that was seen; 1 before the first step."""
+        if not self._latest:
+            return 1.0
+        index = bucket_of(max(1, num_rows))
+        latest = sorted(self._latest[min(self._latest, key=lambda other: abs(other - index))])
+        return latest[len(latest) // 2]
 
 
 def bucket_of(num_tokens: int) -> int:
@@ -166,6 +205,11 @@ class StepTimes:
         self._curve = None
 
     @property
+    def start(self) -> Curve:
+        """What was measured before the first step."""
+        return self._start
+
+    @property
     def observed(self) -> int:
         """How many steps were measured."""
         return self._observed
@@ -182,3 +226,8 @@ class StepTimes:
             ]
             self._curve = completed(fit(bucket.point(self._observed) for bucket in sure or points), self._start)
         return self._curve
+
+
+def measured_again_after(gain: float) -> int:
+    """Steps with drafts before plain ones are measured again."""
+    return int(min(LATEST_AGAIN, max(SOONEST_AGAIN, AGAIN_STEPS * (1.0 - 1.0 / gain) / PLAIN_SHARE)))

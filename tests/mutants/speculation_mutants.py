@@ -187,4 +187,11 @@ SPECULATION: tuple[Mutant, ...] = (
         "            if self._tries[count - 1] < STRENGTH:",
         ("tests/scheduler/core/test_speculation.py", "tests/scheduler/core/test_acceptance.py"),
     ),
+    Mutant(
+        "drafts-measured-at-another-speed",
+        "scheduler/core/speculation.py",
+        "outcome.duration_s / self.level.at(num_rows))",
+        "outcome.duration_s / 0.01)",
+        ("tests/scheduler/core/test_speculation_regimes.py", "tests/scheduler/core/test_scenarios.py"),
+    ),
 )

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.core.step_time import SAMPLES_KEPT, Curve, StepTimes, bucket_of, completed, fit
+from scheduler.core.step_time import LEVEL_STEPS, SAMPLES_KEPT, Curve, Level, StepTimes, bucket_of, completed, fit
 
 SECONDS = st.floats(1e-5, 10.0)
 POINTS = st.dictionaries(st.integers(1, 400), st.tuples(SECONDS, st.floats(0.1, 15.0)), min_size=1, max_size=12).map(
@@ -171,3 +171,24 @@ def test_the_profile_is_the_curve_until_steps_are_seen_and_their_shape_elsewhere
         times.observe(8, 0.020)
     assert times.curve.at(8) == pytest.approx(0.020)
     assert times.observed == 2 * SAMPLES_KEPT
+
+
+def test_the_level_is_that_of_the_latest_steps_of_so_many_rows() -> None:
+    level = Level()
+    assert level.at(3) == 1.0
+    for _ in range(20):
+        level.observe(1, 0.010, 0.010)
+        level.observe(8, 0.030, 0.020)
+    assert [level.at(rows) for rows in (0, 1, 2, 7, 8, 60)] == [1.0, 1.0, 1.0, 1.5, 1.5, 1.5]
+    for _ in range(LEVEL_STEPS // 2 + 1):
+        level.observe(1, 0.013, 0.010)
+        level.observe(1, float("nan"), 0.010)
+        level.observe(1, -1.0, 0.010)
+    assert level.at(1) == pytest.approx(1.3)
+    assert level.at(8) == 1.5
+
+
+def test_a_curve_is_scaled() -> None:
+    curve = Curve((1.0, 4.0), (2.0, 3.0)).times(2.0)
+    assert (curve.at(1), curve.at(4)) == (4.0, 6.0)
+    assert not Curve().times(3.0)
