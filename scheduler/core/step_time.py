@@ -41,9 +41,9 @@ STALE_AFTER = 1024
 FORGOTTEN_AFTER = 4096
 """and after which it says nothing as long as others do: a size that was slow once is tried again"""
 AGAIN_STEPS = 8
-"""plain steps that are measured now and then between drafting ones: every SOONEST_AGAIN to LATEST_AGAIN steps, so that at
-the gain that is expected they cost PLAIN_SHARE. The less drafts gain, the sooner it has to be known whether they still do,
-and the less it costs"""
+"""plain steps that are measured now and then between drafting ones: every SOONEST_AGAIN to LATEST_AGAIN steps, so that
+at the gain that is expected they cost PLAIN_SHARE. The less drafts gain, the sooner it has to be known whether they
+still do, and the less it costs"""
 PLAIN_SHARE = 0.005
 SOONEST_AGAIN = 128
 LATEST_AGAIN = 1024

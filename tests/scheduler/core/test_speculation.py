@@ -19,7 +19,6 @@ from scheduler.core.draft_kinds import kind_of
 from scheduler.core.sequence import Sequence
 from scheduler.core.speculation import Phase, Speculation
 from scheduler.core.step import Step, StepOutcome
-from scheduler.core.step_time import LATEST_AGAIN
 from tests.scheduler.core.builders import sequence_of
 
 CONFIG = CoreConfig()
@@ -244,7 +243,7 @@ def test_the_target_became_faster_without_drafts() -> None:
     machine.run(100)
     assert machine.spec.phase is Phase.ON
     machine.fixed, machine.drafting = 0.005, 0.025
-    machine.run(2 * LATEST_AGAIN)
+    machine.run(2048)
     assert machine.spec.phase is not Phase.ON
     assert machine.rate(1000) > 0.95 * machine.expected_rate(0, 0.7)
 
