@@ -20,6 +20,7 @@ import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
+from cluster.draft_news import Source
 from cluster.logs import event
 from drafting.mirror import BETWEEN_STEPS, Mirror
 from drafting.mirrors import MirrorTable
@@ -93,7 +94,7 @@ class OwnDrafts:
                 followed.append(mirror)
         told = False
         while hungry := [mirror for mirror in followed if mirror.urgent]:
-            if not told and sum(mirror.known - mirror.computed for mirror in hungry) > MANY_TOKENS:
+            if not told and self._num_unread(hungry) > MANY_TOKENS:
                 before()
                 told = True
             if not self._guess(hungry):
@@ -147,6 +148,12 @@ class OwnDrafts:
         guessed = sum(len(mirror.guess) for mirror in hungry) - before
         self.num_guessed += guessed
         return guessed > 0 or any(mirror.exhausted for mirror in hungry)
+
+    def _num_unread(self, mirrors: list[Mirror]) -> int:
+        """Tokens that a model has yet to read; an index takes no time worth speaking of."""
+        if Source.MODEL not in self._proposer.sources:
+            return 0
+        return sum(mirror.known - mirror.computed for mirror in mirrors if mirror.source is not Source.NGRAM)
 
     def _drop(self, mirror: Mirror) -> None:
         self.mirrors.drop(mirror)

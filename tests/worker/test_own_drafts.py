@@ -153,6 +153,22 @@ def test_a_long_prompt_is_read_over_several_steps(make_rig: Any, plain_tokens: P
     assert MANY_TOKENS < 40
 
 
+@pytest.mark.parametrize("source", [Source.ANY, Source.NGRAM])
+@pytest.mark.parametrize("combined", [False, True])
+def test_an_index_holds_nothing_up(make_rig: Any, combined: bool, source: Source) -> None:
+    """Of a long prompt that only an index reads, the last outcome is told when the target begins, as without drafts."""
+    index = NgramProposer()
+    drafts = OwnDrafts(CombinedProposer(index, model()) if combined else index, max_sequences=4)
+    rig = make_rig(drafts)
+    prompt = [ord("a") + index % 26 for index in range(100)]
+    rig.step([(0, 100, 0)], admissions=[rig.admission(0, prompt, draft_source=source)])
+    told: list[int] = []
+    for number in range(3):
+        rig.taken(rig.executor.run(rig.planned([(0, 0, 2)]), lambda number=number: told.append(number)))
+    reads = combined and source is Source.ANY
+    assert told == ([0, 0, 1, 2] if reads else [0, 1, 2])
+
+
 def test_a_round_that_fails_costs_its_drafts_and_three_end_all(make_rig: Any, plain_tokens: Plain) -> None:
     proposer = Failing(model(disagreement=0.0))
     changes: list[bool] = []
