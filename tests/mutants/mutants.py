@@ -195,8 +195,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "noise-of-the-token-before",
         "worker/batching.py",
-        "sequence.signed_seed, len(tokens) - sequence.num_prompt)",
-        "sequence.signed_seed, len(tokens) - sequence.num_prompt - 1)",
+        "sequence.signed_seed, len(tokens) - sequence.num_prompt\n",
+        "sequence.signed_seed, len(tokens) - sequence.num_prompt - 1\n",
         ("tests/worker/test_choosing.py",),
     ),
     Mutant(

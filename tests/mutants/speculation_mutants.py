@@ -50,7 +50,7 @@ SPECULATION: tuple[Mutant, ...] = (
     Mutant(
         "never-probed-again",
         "scheduler/core/speculation.py",
-        "self._enter(Phase.OFF, max(self._wait, min(int(cost), LONGEST_COSTLY_WAIT)))",
+        "self._enter(Phase.OFF, max(self._wait, min(int(cost / PROBE_SHARE), LONGEST_COSTLY_WAIT)))",
         "self._enter(Phase.OFF, 10**9)",
         ("tests/scheduler/core/test_speculation.py",),
     ),
