@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import sys
@@ -101,7 +102,8 @@ class Worker:
 
     def send_heartbeat_soon(self) -> None:
         """The same, from the step thread."""
-        self._loop.call_soon_threadsafe(self.send_heartbeat)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the process is about to end
+            self._loop.call_soon_threadsafe(self.send_heartbeat)
 
     def note_attached(self, attached: bool) -> None:
         """Say once on stdout that the worker serves."""
