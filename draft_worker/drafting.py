@@ -5,7 +5,7 @@
       └───────────── nothing wanted: wait ◀──────────────────────────────┘
 
 A round is one forward pass at most, so that a commit is never further away than that. An error of the proposer costs
-the mirrors of its round; MAX_FAILURES in a row end the process.
+the mirrors of its round; too many in a row end the process (`drafting.rounds`).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from drafting.branching import best_forks
 from drafting.mirror import Mirror
 from drafting.mirrors import MirrorTable
 from drafting.proposer import Proposer
+from drafting.rounds import Rounds
 
 logger = logging.getLogger(__name__)
 
-MAX_FAILURES = 3
 CLOSE_TIMEOUT_S = 5.0
 
 Tails = dict[int, list[Tail]]
@@ -40,8 +40,12 @@ class Drafter:
         self.proposer = proposer
         self._num_branches = num_branches
         self.mirrors = mirrors
-        self.num_guessed = 0
-        self._failures = 0
+        self._rounds = Rounds(proposer, mirrors)
+
+    @property
+    def num_guessed(self) -> int:
+        """Tokens guessed so far."""
+        return self._rounds.num_guessed
 
     @property
     def idle(self) -> bool:
@@ -53,11 +57,11 @@ class Drafter:
     def update(self, delivery: Delivery) -> Tails:
         """Apply what workers sent; the answers that can be given at once."""
         for stream in delivery.ended_streams:
-            self._forget(self.mirrors.drop_stream(stream))
+            self._rounds.forget(self.mirrors.drop_stream(stream))
         for stream, worth in delivery.begun_streams.items():
             self.mirrors.begin_stream(stream, worth)
         for stream, news in delivery.news.items():
-            self._forget(self.mirrors.apply(stream, news))
+            self._rounds.forget(self.mirrors.apply(stream, news))
         # Every opening and commit is answered, be it with no tail at all, so that silence means trouble; at once,
         # unless the next rounds bring something to say.
         answers: Tails = {
@@ -68,30 +72,14 @@ class Drafter:
         return answers | self._tails(list(self.mirrors))
 
     def guess(self) -> Tails:
-        """One round. Raises what the proposer raised MAX_FAILURES times in a row."""
+        """One round. Raises what `Rounds.run` does."""
         hungry = self.mirrors.hungry()
         if self._num_branches and not (hungry and hungry[0].urgent) and self._fork():
             hungry = self.mirrors.hungry()
         if not hungry:
             return {}
-        before = sum(len(mirror.guess) for mirror in hungry)
-        try:
-            self.proposer.extend(hungry)
-        except Exception as error:
-            self._failures += 1
-            event(logger, "a round failed", level=logging.ERROR, error=error, mirrors=len(hungry))
-            if self._failures >= MAX_FAILURES:
-                raise
-            failed = list(dict.fromkeys(mirror.parent or mirror for mirror in hungry))
-            for mirror in failed:
-                self.mirrors.drop(mirror)
-            self._forget(failed)
-            return {mirror.stream: [] for mirror in failed}
-        self._failures = 0
-        for mirror in hungry:
-            mirror.reach = self.mirrors.odds.reach(mirror)
-        self.num_guessed += sum(len(mirror.guess) for mirror in hungry) - before
-        return self._tails(hungry)
+        failed = self._rounds.run(hungry)
+        return {mirror.stream: [] for mirror in failed} if failed else self._tails(hungry)
 
     def _fork(self) -> bool:
         """Choose branches for the mirrors whose next draft is complete; whether there are new ones."""
@@ -113,10 +101,6 @@ class Drafter:
         slots = [opening.slot for opening in news.opens] + [commit.slot for commit in news.commits]
         mirrors = [self.mirrors.get(stream, slot) for slot in slots]
         return any(mirror is not None and mirror.owes and mirror.wanted > 0 for mirror in mirrors)
-
-    def _forget(self, gone: list[Mirror]) -> None:
-        for mirror in gone:
-            self.proposer.forget(mirror)
 
     def _tails(self, mirrors: list[Mirror]) -> Tails:
         tails: Tails = {}

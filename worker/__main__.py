@@ -50,7 +50,7 @@ async def serve(config: WorkerConfig) -> int:
     worker.address = address
     stop = asyncio.Event()
     parts = [asyncio.ensure_future(worker.attachment.run()), asyncio.ensure_future(worker.report_health(health))]
-    if worker.drafts is not None:
+    if isinstance(worker.drafts, DraftLinks):
         parts.append(asyncio.ensure_future(worker.drafts.run()))
     for part in parts:
         part.add_done_callback(lambda _: stop.set())

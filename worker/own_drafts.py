@@ -9,12 +9,11 @@ nothing ahead of the step that is about to begin.
 
 A step guesses no further than its rows' budgets, nor where a guess is unlikely to be of use, and reads at most one
 round of prompts, so that a long one holds up its neighbours for some milliseconds a step and no longer. A round that
-fails costs its mirrors, whose sequences decode plainly from there; MAX_FAILURES in a row end all drafting.
+fails costs its mirrors, whose sequences decode plainly from there; too many in a row end all drafting.
 """
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import logging
 from collections.abc import Callable
@@ -24,16 +23,15 @@ from cluster.draft_news import Source
 from cluster.logs import event
 from drafting.mirror import BETWEEN_STEPS, Mirror
 from drafting.mirrors import MirrorTable
+from drafting.model_proposer import MANY_TOKENS
 from drafting.proposer import Proposer
+from drafting.rounds import Rounds
 from worker.followed import opening_of
 from worker.sequences import Sequence
 from worker.steps import StepOutcome
 
 logger = logging.getLogger(__name__)
 
-MAX_FAILURES = 3
-MANY_TOKENS = 24
-"""more than these to be read in a round take long enough for the last step's outcome to be told before"""
 _LONGEST = 64
 _STREAM = 0
 
@@ -53,13 +51,11 @@ class OwnDrafts:
         """of no account here: a budget that rises costs nothing"""
         self.mirrors = MirrorTable(max_sequences, _LONGEST, proposer.sources)
         self.mirrors.begin_stream(_STREAM, BETWEEN_STEPS)
-        self.num_guessed = 0
-        self._proposer = proposer
+        self.rounds = Rounds(proposer, self.mirrors)
         self._on_change = on_change
         self._generations = itertools.count(1)
         self._refused: set[int] = set()
         """slots whose sequences get no drafts"""
-        self._failures = 0
 
     # ------------------------------------------------------------------------------------- from the executor's thread
 
@@ -78,7 +74,8 @@ class OwnDrafts:
         self._refused.discard(slot)
         mirror = self.mirrors.get(_STREAM, slot)
         if mirror is not None:
-            self._drop(mirror)
+            self.mirrors.drop(mirror)
+            self.rounds.forget([mirror])
 
     def flush(self) -> None:
         """See executor.Drafting: nothing goes anywhere."""
@@ -94,6 +91,7 @@ class OwnDrafts:
                 followed.append(mirror)
         told = False
         while hungry := [mirror for mirror in followed if mirror.urgent]:
+            # Reading a prompt takes long enough for the last step's outcome to be told before.
             if not told and self._num_unread(hungry) > MANY_TOKENS:
                 before()
                 told = True
@@ -113,8 +111,7 @@ class OwnDrafts:
         if mirror is None:
             mirror = self._open(sequence, max_draft_tokens)
         elif len(mirror.tokens) < len(tokens):
-            for gone in self.mirrors.commit(mirror, tokens[len(mirror.tokens) :]):
-                self._proposer.forget(gone)
+            self.rounds.forget(self.mirrors.commit(mirror, tokens[len(mirror.tokens) :]))
         if mirror is not None:
             mirror.max_draft = min(max_draft_tokens, _LONGEST)
         return mirror
@@ -128,43 +125,27 @@ class OwnDrafts:
 
     def _guess(self, hungry: list[Mirror]) -> bool:
         """One round; whether another may bring more in this step."""
-        before = sum(len(mirror.guess) for mirror in hungry)
+        before = self.rounds.num_guessed
         try:
-            self._proposer.extend(hungry)
+            failed = self.rounds.run(hungry)
         except Exception as error:
-            self._failures += 1
-            event(logger, "a round of guesses failed", level=logging.ERROR, error=error, mirrors=len(hungry))
-            for mirror in hungry:
-                self._drop(mirror)
-                self._refused.add(mirror.slot)
-            if self._failures >= MAX_FAILURES:
-                event(logger, "no drafts any more", level=logging.ERROR, failures=self._failures)
-                self.drafting = False
-                self._on_change()
+            event(logger, "no drafts any more", level=logging.ERROR, error=error)
+            self.drafting = False
+            self._on_change()
             return False
-        self._failures = 0
-        for mirror in hungry:
-            mirror.reach = self.mirrors.odds.reach(mirror)
-        guessed = sum(len(mirror.guess) for mirror in hungry) - before
-        self.num_guessed += guessed
-        return guessed > 0 or any(mirror.exhausted for mirror in hungry)
+        if failed:
+            self._refused.update(mirror.slot for mirror in failed)
+            return False
+        return self.rounds.num_guessed > before or any(mirror.exhausted for mirror in hungry)
 
     def _num_unread(self, mirrors: list[Mirror]) -> int:
         """Tokens that a model has yet to read; an index takes no time worth speaking of."""
-        if Source.MODEL not in self._proposer.sources:
+        if Source.MODEL not in self.rounds.proposer.sources:
             return 0
         return sum(mirror.known - mirror.computed for mirror in mirrors if mirror.source is not Source.NGRAM)
-
-    def _drop(self, mirror: Mirror) -> None:
-        self.mirrors.drop(mirror)
-        self._proposer.forget(mirror)
 
     # ----------------------------------------------------------------------------------------------- on the event loop
 
     def set_addresses(self, addresses: Seq[str]) -> None:
         """See attachment.Drafts: draft workers aren't asked."""
         return
-
-    async def run(self) -> None:
-        """See attachment.Drafts; until cancelled."""
-        await asyncio.Event().wait()

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 import pytest
 
 from cluster.draft_news import Commit, News, Open, Source, Tail
-from draft_worker.drafting import MAX_FAILURES, Drafter, DraftThread
+from draft_worker.drafting import Drafter, DraftThread
 from draft_worker.inbox import Delivery
 from drafting.mirror import Mirror
 from drafting.mirrors import MirrorTable
 from drafting.ngram_proposer import NgramProposer
+from drafting.rounds import MAX_FAILURES
 from engine.prefix_hash import prefix_hash
 
 PROMPT = [1, 2, 3, 1, 2, 3, 1, 2]

@@ -169,16 +169,16 @@ SPECULATION: tuple[Mutant, ...] = (
     Mutant(
         "own-drafts-read-a-prompt-at-once",
         "worker/own_drafts.py",
-        "        return guessed > 0 or any(mirror.exhausted for mirror in hungry)",
+        "        return self.rounds.num_guessed > before or any(mirror.exhausted for mirror in hungry)",
         "        return True",
         ("tests/worker/test_own_drafts.py",),
     ),
     Mutant(
-        "own-drafts-fail-for-ever",
-        "worker/own_drafts.py",
+        "rounds-fail-for-ever",
+        "drafting/rounds.py",
         "            if self._failures >= MAX_FAILURES:",
         "            if self._failures > 1000:",
-        ("tests/worker/test_own_drafts.py",),
+        ("tests/worker/test_own_drafts.py", "tests/draft_worker/test_drafting.py"),
     ),
     Mutant(
         "long-drafts-for-everybody",

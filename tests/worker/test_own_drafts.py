@@ -14,8 +14,9 @@ from drafting.mirror import ALWAYS, Mirror
 from drafting.model_proposer import ModelProposer
 from drafting.ngram_proposer import NgramProposer
 from drafting.proposer import Proposer
+from drafting.rounds import MAX_FAILURES
 from engine.fake import FakeEngine
-from worker.own_drafts import MANY_TOKENS, MAX_FAILURES, OwnDrafts
+from worker.own_drafts import MANY_TOKENS, OwnDrafts
 from worker.steps import SamplingParams
 
 Plain = Callable[[list[int], int, float, int], list[int]]
@@ -108,10 +109,10 @@ def test_a_step_guesses_what_its_budgets_say(make_rig: Any) -> None:
     prompt = list(b"a prompt of some tokens")
     admissions = [rig.admission(slot, prompt, seed=3, params=params) for slot in range(3)]
     rig.step([(slot, len(prompt), 0) for slot in range(3)], admissions=admissions)
-    assert drafts.num_guessed == 0
+    assert drafts.rounds.num_guessed == 0
     outcome = rig.step([(0, 0, 3), (1, 0, 1), (2, 0, 0)])
     assert outcome.num_drafted_tokens == outcome.num_accepted_tokens == [3, 1, 0]
-    assert drafts.num_guessed == 4
+    assert drafts.rounds.num_guessed == 4
     assert [drafts.mirrors.get(0, slot) is None for slot in range(3)] == [False, False, True]
     # A budget that comes back finds the tokens that came meanwhile, and one that rises opens nothing anew.
     rig.step([(0, 0, 0), (1, 0, 0), (2, 0, 0)])
