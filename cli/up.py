@@ -144,8 +144,10 @@ GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd")
 
 def _own_drafts(drafting: str, draft: str, engine: str, device: str | None) -> bool:
     """Whether workers guess for themselves. The fake draft is there to stand for a draft worker's."""
-    if drafting != "auto" or draft == "none":
-        return drafting == "worker" and draft != "none"
+    if draft == "none":
+        return False
+    if drafting != "auto":
+        return drafting == "worker"
     on_cpu = device == "cpu" or (device != "cuda" and not any(Path(driver).exists() for driver in GPU_DRIVERS))
     return on_cpu and "fake" not in (draft, engine)
 

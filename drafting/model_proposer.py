@@ -109,12 +109,11 @@ class ModelProposer:
         """One guess for each mirror whose last token is among those fed."""
         engine = self._guessing
         if engine is not None and engine.guesses_next and len(guessing) == len(rows):
-            num_tokens = sum(count for _, count in rows)
+            ends = list(accumulate(count for _, count in rows))
             # After a draft that was right to its end, its last token and the bonus are to be fed.
-            if num_tokens <= len(rows) + MOST_MORE_TOKENS:
-                ends = accumulate(count for _, count in rows)
+            if ends[-1] <= len(rows) + MOST_MORE_TOKENS:
                 guesses = engine.guess_next(self._token_rows.of(rows))
-                return guesses if num_tokens == len(rows) else [guesses[end - 1] for end in ends]
+                return [guesses[end - 1] for end in ends]
         batch, choices = packed(rows, self._info.block_size, self._info.vocab_size), choices_of(guessing)
         if engine is not None:
             return engine.guess(batch, choices)

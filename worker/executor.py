@@ -307,7 +307,7 @@ class Executor:
 
 def _read_again(plans: list[RowPlan]) -> int:
     """Tokens whose KV drafted tokens read another time, where each is a row of its own."""
-    return sum(len(plan.draft) * plan.start for plan in plans if plan.draft)
+    return sum(len(plan.draft) * plan.start for plan in plans)
 
 
 def _append_sample_rows(rows: list[SampleRow], plan: RowPlan) -> None:

@@ -74,10 +74,8 @@ class AcceptanceCurve:
     def explored(self, num_positions: int) -> list[float]:
         """The same as `conditional`, of as many of these positions as a draft should have."""
         curve = self.conditional(num_positions)
-        count = FIRST_TOKENS
-        while count < min(num_positions, len(self._tries) + 1):
-            if self._tries[count - 1] < STRENGTH or curve[count - 1] < LIKELY:
-                break
+        count, most = FIRST_TOKENS, min(num_positions, len(self._tries) + 1)
+        while count < most and self._tries[count - 1] >= STRENGTH and curve[count - 1] >= LIKELY:
             count += 1
         return curve[:count]
 

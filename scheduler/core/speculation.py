@@ -191,7 +191,8 @@ class Speculation:
             self._probe_rows(decodes, survivals, chosen.drafts, load.max_draft_tokens)
             return chosen.drafts
         is_new = lone and decodes[-1].drafts is None
-        if self.phase is Phase.OFF and self._plans >= (min(self._until, self._lone_until) if is_new else self._until):
+        until = min(self._until, self._lone_until) if is_new else self._until
+        if self.phase is Phase.OFF and self._plans >= until:
             return self._begin_probe(decodes, load, max_draft_tokens, curves[0])
         if self.phase is not Phase.OFF:
             self._switch_off()

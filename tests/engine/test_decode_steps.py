@@ -24,6 +24,11 @@ SEEDS = [5, (1 << 64) - 3, 0xFEED_BEEF_0BAD_CAFE, 12]
 TEMPERATURES = [0.0, 0.8, 1.5, 0.0]
 
 
+def signed(seed: int) -> int:
+    """The same 64 bits."""
+    return int(np.array([seed], np.uint64).view(np.int64)[0])
+
+
 class Rows:
     """Sequences in slots, on an engine; tokens by whichever way."""
 
@@ -85,7 +90,7 @@ class Rows:
     def by_decoding(self) -> list[int]:
         numbers = []
         for row, index in enumerate(self.output_indices()):
-            seed = int(np.array([SEEDS[row % 4]], np.uint64).view(np.int64)[0])
+            seed = signed(SEEDS[row % 4])
             numbers += [self.slots[row], len(self.tokens[row]) - 1, self.tokens[row][-1], seed, index]
         temperatures = [TEMPERATURES[row % 4] for row in range(len(self.tokens))]
         return self.runner.decode(DecodeRows(numbers, temperatures, self.tables))
@@ -167,8 +172,7 @@ def test_rows_of_one_slot_are_a_verification(
         for row, (start, tokens) in enumerate(zip(starts, ours.tokens, strict=True)):
             for position in range(start, len(tokens)):
                 index = position + 1 - ours.num_prompt[row]
-                signed = int(np.array([SEEDS[row]], np.uint64).view(np.int64)[0])
-                numbers += [ours.slots[row], position, tokens[position], signed, index]
+                numbers += [ours.slots[row], position, tokens[position], signed(SEEDS[row]), index]
                 wanted.append((row, index))
         sampled = [
             SampleRow(SamplingParams(temperature=TEMPERATURES[row]), SEEDS[row], index, [0], 1) for row, index in wanted

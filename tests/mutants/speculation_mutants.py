@@ -183,8 +183,8 @@ SPECULATION: tuple[Mutant, ...] = (
     Mutant(
         "long-drafts-for-everybody",
         "scheduler/core/acceptance.py",
-        "            if self._tries[count - 1] < STRENGTH or curve[count - 1] < LIKELY:",
-        "            if self._tries[count - 1] < STRENGTH:",
+        " and self._tries[count - 1] >= STRENGTH and curve[count - 1] >= LIKELY:",
+        " and self._tries[count - 1] >= STRENGTH:",
         ("tests/scheduler/core/test_speculation.py", "tests/scheduler/core/test_acceptance.py"),
     ),
     Mutant(
